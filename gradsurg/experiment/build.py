@@ -147,7 +147,8 @@ def _tuning(experiment: Experiment, data: Data, model: nn.Module) -> Tuning:
         changed = tuned_config(experiment.config, settings, values)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SurgeryWarning)  # those of the config are enough
+                # The warnings of the config itself are enough.
+                warnings.simplefilter("ignore", SurgeryWarning)
                 return Candidate(values, build(changed, trial=False).pair)
         except ConfigError as error:
             shown = ", ".join(f"{key}={value}" for key, value in values.items())

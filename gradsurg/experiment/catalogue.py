@@ -105,13 +105,13 @@ class Catalogue(tuple[Entry, ...]):
 
 
 def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Catalogue:
-    """Return the entries of a config group, as `transform`; of all groups without an argument.
+    """Return the entries of a config group such as `transform`; without an argument, of all groups.
 
-    With words, as `list("transform", "sparse")` or `list("weight decay")`, return the entries that
-    have all of them in their name, other names, purpose, paper or fields, the nearest first. A word
-    of four letters or more may be a part of one of theirs. Options are those of gradsurg itself and
-    of the folders `config_dirs`. Raises LookupError if there is none, with the groups and similar
-    names, and for a folder or a file in it that cannot be read.
+    With words, for example `list("transform", "sparse")` or `list("weight decay")`, return the
+    entries that have all of these words in their name, other names, purpose, paper or fields, best
+    match first. A word of four letters or more also matches inside longer words. Options are those
+    of gradsurg itself and of the folders `config_dirs`. Raises LookupError if there is none, with
+    the groups and similar names, and for a folder or a file in it that cannot be read.
     """
     asked = [part for word in (group, *words) for part in word.split()]
     entries = [Entry(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
@@ -145,7 +145,7 @@ def _found(entries: Sequence[Entry], words: Sequence[str]) -> Sequence[Entry]:
 
 
 def also_named(group: str, word: str) -> Sequence[str]:
-    """Return the options of a group of which a word is another name, as `dropout`."""
+    """Return the options of a group that are also known by a word such as `dropout`."""
     entries = list(group) if group in LISTED else ()
     return [one.name for one in entries if _joined(word) in map(_joined, one.also)]
 
@@ -291,7 +291,7 @@ def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
 
 
 def _shown(entry: Entry) -> str:
-    """Return the fields of an entry with their defaults, as `max_norm=1.0 of.name=clip`."""
+    """Return an entry's fields with their defaults, for example `max_norm=1.0 of.name=clip`."""
     return " ".join(f"{key}={value}" for key, value in _leaves(entry.fields))
 
 

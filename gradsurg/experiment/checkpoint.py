@@ -19,12 +19,12 @@ from gradsurg.torch_internals.random_state import get_states, set_states
 Checkpoint = dict[str, Any]
 """The state that a run resumes from. Any: each key has its own type.
 
-`model`, `optimizer`, `lr_schedule`, `scaler` and `surgery` are state dicts, the third and fourth or
-None; `ledger` and `effects` the states of the attached surgery; `generators` those of the random
-generators. `step` is the number of steps done, `skipped` of those that the gradient scaler skipped,
-`seconds` the time of all steps, `warnings` are the surgery's so far, `made_with` is the environment
-that computed it. `ranks` has what the processes other than the first resume from, without what is
-the same in all.
+`model`, `optimizer`, `lr_schedule`, `scaler` and `surgery` are state dicts; `lr_schedule` and
+`scaler` may be None. `ledger` and `effects` are states of the attached surgery, `generators` the
+states of the random generators. `step` counts the steps done, `skipped` the steps that the gradient
+scaler skipped, `seconds` is the time of all steps. `warnings` are the surgery's so far, `made_with`
+is the environment that computed the state. `ranks` has the states of the other processes, except
+for the parts that are equal in all processes.
 """
 
 

@@ -64,8 +64,9 @@ def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can 
 
 
 def again(config: Mapping[str, Any], seed: int, folder: Path) -> str:
-    """Return a primary config of Hydra's, as text, that trains a run again: that of its job, with
-    this seed alone. `folder` is where it will lie.
+    """Return the text of a primary config for Hydra that trains a run again.
+
+    It is the config of the run's job, with this seed alone; it will lie in `folder`.
     """
     command = f"python -m gradsurg.run --config-dir {folder} --config-name {Path(AGAIN).stem}"
     own = {"seed": seed, "splits": 1, "attribute": False, "tune": None}

@@ -1,4 +1,4 @@
-"""Interventions of control arms: those of the treatment but for one part."""
+"""Interventions of control arms: the treatment with one part replaced."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -44,7 +44,7 @@ class ErrorCollector:
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
         """Report errors raised in this block, under `key` unless the error names another object."""
-        from gradsurg.plugins.fields import FieldError  # imports pydantic, which help does without
+        from gradsurg.plugins.fields import FieldError  # imports pydantic, slow to load for --help
 
         try:
             yield

@@ -90,7 +90,7 @@ def execute(
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
         fault = "" if (directory.path / ERROR).is_file() else directory.reason
-        # Before training: else, on a full disk, that of an earlier attempt would stay.
+        # Before training: on a full disk the file of an earlier attempt could not be removed later.
         (directory.path / ERROR).unlink(missing_ok=True)
         directory.plan(run.facts, run.identity)
         if run.config:
@@ -145,7 +145,7 @@ def _execute(
             summary = _train(lambda: run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
-    except Exception:  # whatever it was, the loggers are told
+    except Exception:  # loggers get the state after any error
         state = "failed"
         raise
     finally:

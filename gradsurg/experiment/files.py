@@ -18,7 +18,7 @@ _log = logging.getLogger("gradsurg")
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError: that of a full disk has none."""
+    """Add the file name to an OSError; the error of a full disk has none."""
     try:
         yield
     except OSError as error:

@@ -57,10 +57,10 @@ def from_config(
     """Return the surgery of a config that Hydra has composed, or of the same mapping.
 
     `config` has the keys `transform` and `site`, and perhaps `when`, `aggregator`, `shared` and
-    `seed`, as `+transform=clip +site=parameters` gives them. For several sites it is a list of such
-    mappings, or has `interventions`, such a list or a mapping with names; `site`, `when` and
-    `shared` beside it are for those without their own. `seed` is that of the surgery where the
-    config has none.
+    `seed`, such as `+transform=clip +site=parameters` gives them. For several sites it is a list of
+    such mappings, or has `interventions`, such a list or a mapping with names; `site`, `when` and
+    `shared` beside it are the defaults of interventions that do not set them. `seed` is the
+    surgery's seed if the config has none.
 
     Only transforms, sites, triggers and aggregators of gradsurg are called, unless `own_code` is
     true: use it for configs that you trust. Raises ConfigError, a ValueError, with a line for each
@@ -88,8 +88,9 @@ def from_config(
 def interventions_of(
     config: Config, task: Task | None, errors: ErrorCollector
 ) -> tuple[Selector | None, Intervention | None, Intervention | None]:
-    """Return the selector, the intervention of the transforms and that of the aggregator, whose
-    losses are those of `task`. Faults are added to `errors`.
+    """Return the selector and the interventions of the transforms and of the aggregator.
+
+    The aggregator combines the losses of `task`. Faults are added to `errors`.
     """
     transforms = {}
     for key, node in (config.get("transform") or {}).items():
@@ -111,8 +112,9 @@ def interventions_of(
 def intervention_of(
     transforms: Mapping[str, Transform], selector: Selector, trigger: Trigger | None
 ) -> Intervention:
-    """Return the intervention of a chain, with a name for each link; that of a transform without a
-    key as it is.
+    """Return the intervention of a chain, with a name for each link.
+
+    An intervention of one transform without a key is returned as it is.
     """
     if "" in transforms:
         return Intervention(transforms[""], selector, trigger or Always())
@@ -216,7 +218,7 @@ def _combining(
 
 def _plain(config: Any) -> Any:  # Any: what YAML can hold
     """Return a config as mappings and lists, with its interpolations resolved."""
-    from omegaconf import OmegaConf  # which one's own loop does without
+    from omegaconf import OmegaConf  # not needed by a loop of the user's
     from omegaconf.errors import OmegaConfBaseException
 
     if OmegaConf.is_config(config):

@@ -41,7 +41,7 @@ RULES = (
 """Patterns of the first line of Hydra's messages, and the line that replaces each."""
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
 COMPOSE_ERRORS += (AttributeError, LookupError, AssertionError, RecursionError)
-"""What Hydra raises for wrong overrides and broken yaml files."""
+"""The errors that Hydra raises for wrong overrides and broken yaml files."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
 
 def no_option(group: str, name: str, options: Sequence[str]) -> str:
     """Return the error for an option that a group does not have."""
-    from gradsurg.experiment.catalogue import LISTED, also_named  # help does without
+    from gradsurg.experiment.catalogue import LISTED, also_named  # slow to load for --help
 
     listed_by = f"--list {group}" if group in LISTED else ""
     return f"there is no '{name}'. {nearest(name, options, also_named(group, name), listed_by)}"

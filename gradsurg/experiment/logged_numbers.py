@@ -87,7 +87,7 @@ class RunLog:
         """Log the interval that ends with step `done`, with the task's metrics if they are due;
         return False if the run ends there.
 
-        The metrics are those of the validation data, or of the test data if there are none. The run
+        Metrics are computed on the validation data, or on the test data if there is none. The run
         ends early if a loss was not finite or `until` is reached.
         """
         schedule, every, self.done = self.run.schedule, self.run.schedule.eval_every, done

@@ -1,4 +1,4 @@
-"""The training loop, as a generator of steps; it imports nothing of gradsurg.
+"""The training loop, a generator of steps, which imports nothing of gradsurg.
 
 `train` is the loop; `Batches` says which examples each step has, `StepOptions` what a step does
 beyond forward, backward and `optimizer.step`.

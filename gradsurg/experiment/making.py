@@ -58,8 +58,9 @@ def make(node: object, base: type[Made]) -> Made:
 
 
 def call_of(node: object) -> tuple[Callable[..., object], dict[str, Any]]:
-    """Return the class or function of a node with its fields, whose nodes are made; it is called
-    later, with what a run knows. Raises as `make`.
+    """Return the class or function of a node with its fields, in which nested nodes are made.
+
+    It is called later with the objects of a run. Raises the errors of `make`.
     """
     made: Any = _instantiated({**_checked(node), "_partial_": True}, object)
     return made.func, made.keywords
@@ -107,7 +108,7 @@ def _instantiated(node: Node, base: type) -> object:
 
 
 def _by_hydra(node: object) -> object:
-    import hydra.utils  # which one's own loop does without
+    import hydra.utils  # not needed by a loop of the user's
 
     # Without "all" Hydra 1.3 turns a dataclass in a list or a mapping into a config again.
     allow = getattr(hydra.utils, "execution_whitelist", None)  # Hydra 1.4 asks what may be called
@@ -116,9 +117,9 @@ def _by_hydra(node: object) -> object:
 
 
 def _faults(node: Any, key: str, base: type, error: BaseException | None = None) -> Faults:
-    """Yield each fault of a node that Hydra refuses: those of the nodes inside it, or else its own.
+    """Yield the faults of the nodes inside a node that Hydra refuses; if they have none, its own.
 
-    `error` is what Hydra has raised for a node without nodes inside it. (Any: what YAML can hold.)
+    `error` is the error that Hydra raised for the node. (Any: what YAML can hold.)
     """
     from hydra.errors import InstantiationException  # as in `_by_hydra`
 
@@ -195,8 +196,8 @@ def _may_be(target: type, base: type) -> bool:
 def _with_functions(node: Any) -> Any:  # Any: what YAML can hold
     """Return a node in which each function of a gradient is not called, but the transform itself.
 
-    A function that takes no gradient returns a transform. Raises FieldError for fields of what is
-    made already.
+    A function that takes no gradient returns a transform. Raises FieldError for fields of
+    an object that exists already.
     """
     if isinstance(node, list):
         return [*map(_with_functions, node)]
@@ -204,7 +205,7 @@ def _with_functions(node: Any) -> Any:  # Any: what YAML can hold
         return node
     node = {key: _with_functions(item) for key, item in node.items()}
     if "_target_" in node and is_own(node) and node.get("_partial_"):
-        # It would be called with the gradient, as a function is.
+        # It would be called with the gradient, like a function.
         raise FieldError("", [("", "_partial_: is for functions of your own")])
     if "_target_" not in node or is_own(node) or node.get("_partial_"):
         return node

@@ -19,7 +19,7 @@ from gradsurg.plugins.registry import SEQUENCE, is_own, name_of
 Node = Mapping[str, Any]  # Any: what YAML can hold
 REFUSED = {
     "LBFGS": "needs a closure that computes the loss again, several times a step",
-    "SparseAdam": "takes sparse gradients alone, and those of the models are dense",
+    "SparseAdam": "takes sparse gradients alone, and the gradients of the models are dense",
     "LambdaLR": "takes functions, which a config cannot hold",
     "MultiplicativeLR": "takes functions, which a config cannot hold",
     "ReduceLROnPlateau": "looks at a metric, and steps alone are counted here",
@@ -38,8 +38,10 @@ def sequence(
     schedulers: Sequence[Callable[[Optimizer], LRScheduler]],
     milestones: Sequence[int],
 ) -> SequentialLR:
-    """Return torch's `SequentialLR` of schedules that are made with the optimizer: functions of it,
-    as Hydra's `_partial_: true` makes them. Each ends at its milestone, a number of steps.
+    """Return a `torch.optim.lr_scheduler.SequentialLR` of `schedules`.
+
+    Each schedule is a function of the optimizer, such as Hydra makes from `_partial_: true`. Each
+    ends at its milestone, a number of steps.
     """
     return SequentialLR(optimizer, [make(optimizer) for make in schedulers], [*milestones])
 

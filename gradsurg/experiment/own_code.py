@@ -86,7 +86,7 @@ def _look_up(path: object) -> None:
 
 
 def _spec(module_name: str) -> ModuleSpec | None:
-    """Return the spec of a module without importing its packages; None if that cannot be told.
+    """Return the spec of a module without importing its packages; None if it is unknown.
 
     Raises ImportError if there is none.
     """

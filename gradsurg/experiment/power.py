@@ -28,7 +28,7 @@ from gradsurg.stats import (
 )
 
 MAX_READ = 200  # control runs of which files are read
-MIN_FREEDOM = 5  # degrees of freedom of a spread that is told without its interval
+MIN_FREEDOM = 5  # degrees of freedom from which a spread is printed without its interval
 PLAIN = "none-seed"  # with which the folder of a plain control begins
 SEED = re.compile(r"^seed: (\d+)\n", re.MULTILINE)
 TRAINING = ("schedule", "batch_size", "accumulate", "precision", "compile", "device")
@@ -80,8 +80,8 @@ def power_lines(experiments: Sequence[Experiment]) -> list[str]:
     """Return a warning if the seeds or splits are too few for significance with so many arms, and
     the difference that the seeds can detect, a line for each task and model.
 
-    None if nothing is compared or known. The spread of splits is not known from control runs, and
-    that of a study with `until` is one of steps.
+    None if nothing is compared or known. Control runs do not show the spread between splits, and a
+    study with `until` compares numbers of steps.
     """
     pairs = [
         (pair.treated, each)
@@ -149,8 +149,10 @@ def _told(metric: str, spread: Spread, seeds: int, arms: int, margin: str | None
 
 
 def _detectable(sds: Sequence[float], seeds: int, arms: int, is_share: bool) -> tuple[str, str]:
-    """Return the difference that can be found if `sds[0]` is that of the differences, and the range
-    between the two others: for one arm alone and, if so many seeds can, for one of several.
+    """Return the difference that can be found, for one arm alone and for one of several arms.
+
+    `sds[0]` is the standard deviation of the differences, the two others are its interval, which
+    gives a range. The part for several arms is left out if so many seeds cannot find any.
     """
     found, ranges = [], []
     for number in dict.fromkeys((1, arms)):
@@ -175,10 +177,10 @@ def _size(effect: float, is_share: bool) -> str:
 def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
     """Return the metric of the verdict, and its spread in finished plain controls.
 
-    They have the task and the model of `run`. Runs of the same training are taken if they are
-    enough, else also those with its optimizer and as many steps, else all with its optimizer:
-    the first choice with enough, else with two; those of other optimizers only without any. A seed
-    counts once, though several studies, or runs that measure at other sites, have it.
+    They have the task and the model of `run`. Three choices are tried in order:
+    runs of the same training, runs with its optimizer and number of steps, all runs with its
+    optimizer. The first with enough runs is taken, otherwise the first with two, otherwise runs of
+    other optimizers. A seed counts once, even if several studies or measured sites have it.
     """
     # The parts of `config.yaml` are compared as text: parsing YAML takes milliseconds a file.
     task, model = (config_text({key: run.identity[key]}) for key in ("task", "model"))
@@ -218,7 +220,7 @@ def _is_whole(summary: Mapping[str, Any]) -> bool:  # Any: any JSON value
 
 
 def _training(identity: Mapping[str, Any]) -> Values:  # Any: YAML's values
-    """Return the settings of a training that change its spread, as a flat mapping."""
+    """Return a flat mapping of the training settings that change the spread."""
     config: Values = json.loads(json.dumps({**identity}, default=repr))  # without tuples
     fields = {**config["optimizer"]}
     names = [fields.pop(key, None) for key in ("name", "_target_")]

@@ -210,12 +210,12 @@ def together() -> AbstractContextManager[None]:
 
 
 def rank() -> int:
-    """Return the rank of this process while a run is trained, else 0."""
+    """Return the rank of this process while a run is trained, otherwise 0."""
     return distributed.get_rank() if _is_joined() else 0
 
 
 def count() -> int:
-    """Return the number of processes while a run is trained, else 1."""
+    """Return the number of processes while a run is trained, otherwise 1."""
     return distributed.get_world_size() if _is_joined() else 1
 
 

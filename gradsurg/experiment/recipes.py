@@ -33,7 +33,7 @@ def load(
     *overrides: str,
     own_code: bool = False,
 ) -> Surgery:
-    """Return the surgery of a recipe: a name, as `guided_backprop`, or the path of a yaml file.
+    """Return the surgery of a recipe: a name such as `guided_backprop`, or the path of a yaml file.
 
     A config in the place of a recipe is one that `from_config` takes. (Any: what YAML can hold.)
 

@@ -37,7 +37,7 @@ COMPILER_WARNINGS = (
 class Schedule:
     """The length of a run and the intervals of its logs, in optimizer steps.
 
-    Checkpoints are at least `checkpoint_seconds` apart, except for that of the last step. The run
+    Checkpoints are at least `checkpoint_seconds` apart, except for the last step's. The run
     ends at the first evaluation that reaches `until`. With `validation`, the share of the training
     examples that is set aside, these are evaluated during training, and the test data at the end.
     The weights of several processes are compared every `check_ranks` steps, never if 0. `log` says
@@ -80,7 +80,7 @@ class ComputeOptions:
         return None if self.precision == "float32" else getattr(torch, self.precision)
 
     def scaler(self, device: torch.device) -> GradScaler | None:
-        """Return a gradient scaler for float16, whose small gradients would vanish; else None."""
+        """Return a gradient scaler for float16, whose small gradients would vanish, or None."""
         return GradScaler(device.type) if self.precision == "float16" else None
 
     @contextmanager
@@ -255,7 +255,7 @@ class Pair:
 
     @property
     def roles(self) -> dict[str, Run]:
-        """The runs by what they are in a comparison, in the order of execution."""
+        """The runs by their role in a comparison, in the order of execution."""
         controls = {f"control {kind}": run for kind, run in self.controls.items()}
         treated = {} if self.treated is None else {"treated": self.treated}
         return controls | treated | {f"without {link}": run for link, run in self.without.items()}

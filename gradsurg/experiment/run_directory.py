@@ -129,7 +129,8 @@ class RunDirectory:
     def lock(self, wait: bool = True) -> Iterator[bool]:
         """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
-        If another process has it, as that of a shared control, wait, or without `wait` yield False.
+        If another process has it, for example to train a shared control, wait, or yield False if
+        not `wait`.
         The lock of a killed process is free. Raises ForeignLink for a link out of the study's
         folder, before anything is written.
         """
@@ -321,7 +322,7 @@ def _json_line(row: Mapping[str, object]) -> bytes:
 
 
 def _not_finite(value: object, path: str = "") -> Iterator[str]:
-    """Yield each number that is not finite with its path, as `norms.1=nan`."""
+    """Yield each number that is not finite with its path, for example `norms.1=nan`."""
     if isinstance(value, float) and not isfinite(value):
         yield f"{path}={value}"
     parts = value.items() if isinstance(value, Mapping) else ()

@@ -1,7 +1,8 @@
 """The identity of a run: the settings that are hashed into the name of its directory.
 
-Two runs with the same identity are the same run: a command skips it if it is finished, else resumes
-it. The identity has each setting that is meant to change a trained weight or a reported number:
+Two runs with the same identity are the same run: a command skips it if it is finished, and resumes
+it otherwise. The identity has each setting that is meant to change a trained weight or a reported
+number:
 
 - `model`, `task`, `schedule`, the optimizer with the learning rate that is used, `steps`,
   `batch_size`, `seed`, `device`, `accumulate`, `precision`, `compile`; `until` with `eval_every`,
@@ -48,7 +49,7 @@ ADDED = {"reduce": "mean", "on_nonfinite": "propagate"}
 """Fields of `shared` that are later than others: their defaults are not part of an identity."""
 
 CONSTANT = {"name": "constant"}
-"""What an identity has for no schedule."""
+"""The value in an identity if there is no schedule."""
 
 Config = Mapping[str, Any]  # Any: what YAML can hold
 
@@ -95,7 +96,7 @@ def script_identity(
     """Return the config by which a run of a user's script is identified.
 
     `file` is the script, the module `module`; `script` has its name and words, `surgery` the groups
-    of a treated arm, {} for a plain control; `kind` is that of the control that acts, or empty.
+    of a treated arm, {} for a plain control; `kind` is the kind of an acting control, or empty.
     Import statements are followed to other files of the user's; the path must lead to them.
     """
     names = _imports(module, file, file.stat().st_mtime_ns)

@@ -35,9 +35,9 @@ from gradsurg.transforms.identity import Identity
 class Experiment:
     """The checked objects of one config. It holds no data and no model: a sweep keeps many.
 
-    `combining` is the intervention of the aggregator, `data_hash` that of the files of the task.
-    `without` has the experiments of the chain without each of its links, `splits` those of each
-    split of the data if there are several, and `split_seed` is that of the task then.
+    `combining` is the intervention of the aggregator, `data_hash` the hash of the task's files.
+    `without` has an experiment for each link of the chain, which leaves the link out. With several
+    splits of the data, `splits` has an experiment for each, and `split_seed` is the task's seed.
     """
 
     config: Config
@@ -58,8 +58,8 @@ class Experiment:
     def pairs(self) -> tuple[Pair, ...]:
         """The runs with the values of the config, which with `tuning` are not trained.
 
-        Each split has seeds of its own: with shared ones its differences would depend on those of
-        the others, and the test over the splits would reject too often.
+        Each split has seeds of its own: shared seeds would make the differences of the splits
+        dependent, and the test over the splits would reject too often.
         """
         return tuple(
             split.pair(SPLIT_SEEDS * place + seed)
@@ -74,7 +74,7 @@ class Experiment:
 
     @property
     def runs(self) -> list[Run]:
-        """All runs that are known: those of the tuning, and those to compare."""
+        """All known runs, of the tuning and of the comparison."""
         tuned = self.tuning.runs if self.tuning else []
         return [*tuned, *(run for pair in self.compared or () for run in pair.runs)]
 
@@ -224,7 +224,7 @@ def _with_seed(arm: Run, seed: int) -> Run:
 
 
 def on_splits(experiment: Experiment, data: Data) -> Experiment:
-    """Return the experiment with `splits=` splits of the data; `data` are those of the first.
+    """Return the experiment with `splits=` splits of the data; `data` is the first split's.
 
     Raises ValueError for a task without several splits.
     """

@@ -22,7 +22,7 @@ from gradsurg.torch_internals import random_state
 def search_metric(experiment: Experiment) -> Mapping[str, object]:
     """Return the metric that a search is about, and whether it is `lower` that is better.
 
-    It is that of the verdict, on validation data. Raises ConfigError if there is none.
+    It is the verdict's metric, on validation data. Raises ConfigError if there is none.
     """
     settings = experiment.settings
     if not settings.set_aside:

@@ -189,8 +189,8 @@ class Shared:
 class Settings:
     """The short keys: those at the top of the config that are not groups.
 
-    The text below a field describes it in `--help` and in `conf/config.yaml`, and its default is
-    that of the command: `scripts/stub.py` writes both.
+    The text below a field describes it in `--help` and in `conf/config.yaml`; its default is the
+    command's. `scripts/stub.py` writes both.
     """
 
     steps: Natural = 500
@@ -302,7 +302,7 @@ class Settings:
 
     @property
     def all_seeds(self) -> Sequence[int]:
-        """The seeds to train with, of several splits those of the first."""
+        """The seeds to train with; with several splits, the seeds of the first."""
         return range(self.seeds) if self.seed is None else [self.seed]
 
     @property

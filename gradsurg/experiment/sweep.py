@@ -77,7 +77,7 @@ class Sweep(Callback):
         except ConfigError as error:
             tell(str(error))
             sys.exit(WRONG_INPUT)
-        except Exception as error:  # Hydra only warns of what a callback raises, and would go on
+        except Exception as error:  # Hydra would only warn of an error in a callback, and go on
             _end_with(error)
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
@@ -95,7 +95,7 @@ class Sweep(Callback):
     def _begin(self, jobs: Sequence[ComposedJob]) -> None:
         self._command = command = _checked(jobs)
         if command.jobs and not command.num_unfinished:
-            self._end()  # here, as Hydra could not write its files into a read-only study
+            self._end()  # here, since Hydra could not write its files into a read-only study
         if not command.jobs:
             sys.exit()
 
@@ -220,7 +220,7 @@ def _first_of(words: Sequence[str]) -> list[str]:
 def _jobs(config: DictConfig) -> Iterator[list[str]]:
     """Yield the overrides of each job: the sweep of a study file, then the words that are typed.
 
-    A typed key replaces that of the study file.
+    A typed key replaces the study file's.
     """
     typed = words_of(config.hydra)
     keys = {key_in(word) for word in typed}

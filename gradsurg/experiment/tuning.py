@@ -41,7 +41,7 @@ class ComparedRun(Protocol):
 
 
 class Configuration(Protocol):
-    """The values of one point of a grid; `names` are those of its runs, by role."""
+    """The values of one point of a grid; `names` are the names of its runs, by role."""
 
     @property
     def values(self) -> Values: ...
@@ -119,10 +119,10 @@ class TunedArm(Generic[Tried]):
         lower: bool,
         losses: Sequence[Scores] = (),
     ) -> Choice[Tried]:
-        """Return the candidate with the best mean score; `scores` are those of each candidate.
+        """Return the candidate with the best mean score; `scores` has a list for each.
 
-        A candidate with a diverged seed is worse than any without, and of equal ones that with the
-        lower mean of `losses`, then the first, is chosen.
+        A candidate with a diverged seed is worse than any without. Among equal candidates the
+        lower mean of `losses` decides, then the order.
         """
         ranks, rows = [], []
         for place, (each, own) in enumerate(zip(self.candidates, scores, strict=True)):
@@ -239,7 +239,8 @@ class Tuning:
 def tuned_arms(
     grid: Grid, seed: int, candidate: Callable[[Values], Tried]
 ) -> dict[str, TunedArm[Tried]]:
-    """Return the configurations that each arm tries; `candidate` makes that of a point of the grid.
+    """Return the configurations that each arm tries; `candidate` makes one from a point of the
+    grid.
 
     Only points whose runs differ count: a plain control has no transform to tune. If a rate is
     tuned, such an arm tries more rates in the same range, so that all choose among as many.
@@ -290,8 +291,8 @@ def tuned_config(config: Config, settings: Settings, values: Values) -> Config:
 def tuning_metric(settings: Settings, names: Sequence[str]) -> tuple[str, bool]:
     """Return the metric to choose by, and whether less is better.
 
-    `names` are the task's metrics. It is that of the verdict, on validation data. Raises ValueError
-    if it cannot be one.
+    `names` are the task's metrics. It is the verdict's metric, on validation data. Raises
+    ValueError if it cannot be one.
     """
     given = settings.metric
     if given is not None and not given.startswith("test/"):

@@ -55,7 +55,7 @@ class FormSpec:
 class Benchmark:
     """The content of `benchmark.yaml`; methods that differ by less than `margin` are equivalent.
 
-    `tune` is that of the weighted sums, where the form has none of its own.
+    `tune` is the tuning of the weighted sums for forms without a tuning of their own.
     """
 
     margin: Annotated[float, Field(gt=0)]
@@ -76,9 +76,10 @@ class Benchmark:
 class Cell:
     """A method at a level of a task: rows of split, seed and the test losses, and means of runs.
 
-    `words` are those of the runner, `digest` is of the files that it reads, `chosen` are the values
-    from the tuning, some perhaps `at_edge` of their range, and `validation` is their score. `lost`
-    is the share of measured steps that raise a loss to first order, None if not measured.
+    `words` are the runner's overrides, `digest` is a hash of the files that it reads, `chosen` are
+    the values from the tuning, some perhaps `at_edge` of their range, and `validation` is their
+    score. `lost` is the share of measured steps that raise a loss to first order, None if not
+    measured.
     """
 
     task: str
@@ -100,7 +101,7 @@ class Cell:
         return {(int(split), int(seed)): tuple(rest) for split, seed, *rest in self.rows}
 
     def mean(self, split: int | None = None) -> tuple[float, ...]:
-        """The mean of each loss, over all runs or those of a split."""
+        """The mean of each loss, over all runs or the runs of a split."""
         rows = [row for (own, _), row in self.losses.items() if split in (None, own)]
         return tuple(map(fmean, zip(*rows, strict=True)))
 
@@ -152,8 +153,9 @@ class Level:
     def difference(self, method: str, other: str = SUM) -> Difference:
         """The paired differences of the excess to another method's.
 
-        With three or more splits a difference is that of a split, the mean over its seeds: splits
-        are the random factor. With fewer it is that of a seed, and the result is about these.
+        With three or more splits, there is one difference for each split, the mean over its seeds:
+        splits are the random factor. With fewer, there is one for each seed, and the result holds
+        for these splits alone.
         """
         return self._paired(self.excess(method), self.excess(other))
 
@@ -177,7 +179,7 @@ class Level:
 
     @property
     def gaps(self) -> list[Difference]:
-        """For each loss, that of the tuned sum less that trained alone."""
+        """For each loss, the tuned sum's value minus the value when trained alone."""
         joint = self.cells[TUNED_SUM].losses
         gaps = []
         for i in range(len(self.constant)):

@@ -46,9 +46,9 @@ Words = tuple[str, ...]
 
 
 class Measurement:
-    """The cells of a form: those of its file, which is rewritten after each new one.
+    """The cells of a form, read from its file, which is rewritten after each new cell.
 
-    A cell of the file is used if the words that made it are those of today.
+    A cell of the file is used if the same words would make it today.
     """
 
     def __init__(
@@ -227,7 +227,8 @@ def powers(levels: Mapping[str, Level]) -> Rows:
 
 
 def comparisons(levels: Mapping[str, Level]) -> list[Rows]:
-    """Return a table for each level: the methods' excess, and minus that of the two sums."""
+    """Return a table for each level: the methods' excess, alone and minus the excess of the two
+    sums."""
     others, tables, shown = (SUM, TUNED_SUM), [], _shown(levels)
     for title, one in levels.items():
         tables.append([[title, "excess", *(f"minus {other}'s" for other in others)]])

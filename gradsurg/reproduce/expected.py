@@ -31,12 +31,12 @@ class Band:
         metric: An outcome of a run, a sum or difference of outcomes (`test/x1 + test/x2`),
             `diverged`, 1 or 0, or `effect/<transform>/<site>/<number>`, read from `effects.jsonl`.
         of: The number that must lie in the band: over seeds the `mean`, or the `share` of runs with
-            a metric of 1; or that of `every` run, of runs that differ by more than their seed.
+            a metric of 1; or `every` run's number, for runs that differ by more than their seed.
         at: Take the metric at the `end`, or from the rows of `metrics.jsonl` its maximum (`most`),
             minimum (`least`) or value at a step.
         claim: A claim of `claims`; empty: the first.
         study: A study of `quick`; may be empty if there is only one.
-        runs: The runs, by `label` or by keys of their config, as `task.start`.
+        runs: The runs, by `label` or by keys of their config such as `task.start`.
         minus: Runs whose value of the same seed is subtracted.
         minus_study: The study of these, if it is another; all its runs where `minus` is empty.
 
@@ -90,7 +90,7 @@ class Band:
 
     @property
     def selects(self) -> dict[str, Any]:
-        """What a measured value depends on, apart from the runs' own configs; as JSON."""
+        """The settings that a measured value depends on, apart from runs' configs, as JSON."""
         keys = ("metric", "of", "at", "study", "runs", "minus", "minus_study")
         return {key: value for key in keys if (value := getattr(self, key))}
 
@@ -140,7 +140,7 @@ class Expected:
     """The claims about a paper, the studies that test them in each form, and their bands.
 
     Args:
-        claims: The claims by name, that of the paper first.
+        claims: The claims by name, the paper's own first.
         published: The sentence of the paper, quoted or paraphrased.
         result: The result in the experiment's README, with `{name}` for the value of a band.
     """
@@ -195,7 +195,7 @@ class Expected:
         return [band for band in self.bands if self.claim_of(band) == claim]
 
     def studies(self, form: Form) -> dict[str, str]:
-        """Return the names of the studies in `form`, by those of the quick form."""
+        """Return the names of the studies in `form`, keyed by their names in the quick form."""
         return dict(zip(self.quick, self.full if form == "full" else self.quick, strict=True))
 
 

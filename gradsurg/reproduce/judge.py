@@ -159,7 +159,7 @@ class Verdict:
 
     @property
     def result(self) -> str:
-        """The verdict: that of the weakest band, or `not tested`."""
+        """The verdict of the weakest band, or `not tested`."""
         if self.claim.not_tested:
             return NOT_TESTED
         results = [each.result for each in self.judged]
@@ -169,7 +169,7 @@ class Verdict:
     def again(self) -> str:
         """The probability of this verdict for as many new seeds, its bands taken as independent.
 
-        The two numbers are without and with the uncertainty of what was measured; `-` without one.
+        The two numbers are without and with the uncertainty of the measurement; `-` without one.
         A band that is not drawn has its result again.
         """
         found = [(each, each.chances) for each in self.judged]

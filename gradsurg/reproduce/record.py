@@ -206,7 +206,7 @@ def _arm_rows(name: str, study: "Study", expected: Expected) -> list[dict[str, o
 
 
 def _arm_row(study: "Study", arm: Arm, metric: str, at: str | int) -> dict[str, object] | None:
-    """Return the mean of an arm's outcome and that of each seed; None for another's effect."""
+    """Return an arm's outcome, its mean and each seed's; None for another arm's effect."""
     ended = [run for run in arm.runs if run.state in ("finished", DIVERGED)]
     diverged = [run for run in ended if run.state == DIVERGED]
     counted = ended if metric in COUNTED else arm.whole

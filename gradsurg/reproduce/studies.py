@@ -66,7 +66,7 @@ class StudyPlan:
 
 @dataclass(frozen=True)
 class FinishedStudy:
-    """A study after training: the runs that its config describes, and those of a tuning."""
+    """A study after training: the runs that its config describes, and the tuning's runs."""
 
     study: Study
     trials: Sequence[LoadedRun] = ()
@@ -112,7 +112,7 @@ def train(words: Sequence[str]) -> None:
 
 
 def read_study(words: Sequence[str], plan: StudyPlan) -> FinishedStudy:
-    """Read the runs of a trained study; others in its folder, as of other settings, are ignored."""
+    """Read the runs of a trained study; runs of other settings in its folder are ignored."""
     if plan.trials:
         plan = plan_study(words)  # with the values that it has chosen
     runs = [run for run in read_runs(plan.folder, [*plan.runs]) if run.name in plan.runs]
@@ -169,7 +169,7 @@ def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:
         model = experiment.make_model(data)
         some = METRIC_EXAMPLES
         tested = metric_names(task, model, data.test_inputs[:some], data.test_targets[:some])
-        # The last training examples may have metrics that the first lack, as those of a memory.
+        # The last training examples may have metrics that the first lack, for example of a memory.
         both = [torch.cat([o[:some], o[-some:]]) for o in (data.train_inputs, data.train_targets)]
         trained = metric_names(task, model, *both)
         numbers = examined_names(task, model, data) if isinstance(task, Examined) else []
@@ -194,7 +194,7 @@ def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
 
 
 def _outcomes(run: Run, names: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Return the outcomes of a run and the steps between rows; `names` has those of a part."""
+    """Return the outcomes of a run and the steps between rows; `names` has each part's."""
     schedule, parts = run.schedule, dict(names)
     if schedule.validation:
         parts["validation"] = names["test"]

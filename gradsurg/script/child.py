@@ -137,7 +137,7 @@ class Script:
         self.directory.write_json(ENDED, content)
 
     def _surgery(self) -> Surgery:
-        """Return a new surgery of the arm: that of the plain control is empty."""
+        """Return a new surgery of the arm; the plain control's is empty."""
         if self.spec["surgery"] is None:
             return Surgery()
         surgery = from_config(self.spec["surgery"], seed=self.spec["seed"], own_code=True)

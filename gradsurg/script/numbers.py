@@ -39,7 +39,7 @@ class Series:
 
     source: str
     values: list[tuple[int, float]] = field(default_factory=list)
-    place: int = 0  # among all calls and lines: that of the last value
+    place: int = 0  # position of the last value among all calls and lines
 
     @property
     def last(self) -> float:
@@ -194,8 +194,9 @@ def as_share(name: str, value: float, values: Sequence[float]) -> float:
 def chosen_metric(seen: Seen) -> Metric | None:
     """Return the metric that is taken without `metric=`; None if there is none.
 
-    Of the first source that has one with a known direction: of `gradsurg.outcome` the first number,
-    else that of held-out data, else not of training, and the one that came last.
+    It belongs to the first source that has a metric with a known direction. From
+    `gradsurg.outcome` it is the first number. Elsewhere it is the latest number of held-out data,
+    otherwise the latest of unnamed data, otherwise the latest.
     """
     for source in SOURCES:
         names = [name for name, series in seen.items() if series.source == source]

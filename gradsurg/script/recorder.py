@@ -36,7 +36,7 @@ def outcome(**numbers: float) -> None:
 class Recorder:
     """Writes numbers to a file, a line for each call, with the step in which they came.
 
-    A process that the script forks, as a worker of a DataLoader, writes nothing.
+    A process that the script forks, for example a DataLoader worker, writes nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -175,7 +175,7 @@ def _extend(
 
 
 def _number(value: Any) -> float | None:  # Any: what a script logs
-    """Return a number, also that of a tensor or an array; None for anything else."""
+    """Return a number, also from a tensor or an array with one entry; None for anything else."""
     if isinstance(value, bool | str | bytes):
         return None
     try:

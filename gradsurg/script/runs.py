@@ -37,13 +37,13 @@ from gradsurg.script.recorder import NUMBERS
 from gradsurg.script.words import Command
 
 FILES = "files"
-"""The folder in that of a run for which `{out}` stands."""
+"""The folder inside a run's folder for which `{out}` stands."""
 TAIL = 4  # last lines of the output of a failed run that are shown
 
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """One arm with one seed: `control` is the kind of a control that acts, else None."""
+    """One arm with one seed: `control` is the kind of an acting control, or None."""
 
     command: Command
     kind: ArmKind
@@ -58,7 +58,7 @@ class ScriptRun:
 
     @property
     def label(self) -> str:
-        """The label of the arm, as that of a run of a task."""
+        """The label of the arm, as in a run of a task."""
         names = "+".join(self.command.surgery.get("transform", ()))
         match self.kind:
             case "treated":

@@ -65,7 +65,7 @@ class Watcher:
     """Attaches a new surgery to each model that the script trains.
 
     `wanted` is the variable or the class of the model, required if there are several. `on_attach`
-    gets the attachment, and the arguments of the call that is about to run, if they are those of
+    gets the attachment, and the arguments of the call that is about to run, if it is a call of
     the model. `on_step` is called after each step that is counted, `on_detach` before a surgery is
     hooked anew to a model with more sites.
     """
@@ -303,8 +303,10 @@ class Watcher:
         return None
 
     def _root(self, module: nn.Module | None, optimizers: list[Optimizer]) -> nn.Module | None:
-        """Return the module that holds all parameters of the optimizers: the called one, else the
-        smallest that there is, else one that is made of the outermost modules.
+        """Return the module that holds all parameters of the optimizers.
+
+        This is the called module if it does, otherwise the smallest that does, otherwise a new one
+        made of the outermost modules.
         """
         wanted = {key for one in optimizers for key in _params(one)}
         if module is not None and wanted <= _ids(module):
