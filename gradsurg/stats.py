@@ -326,9 +326,10 @@ def detectable_effect(n: int, sd: float, power: float = 0.8, level: float = MAX_
     It finds it with probability `power` if the differences are normal with standard deviation `sd`.
     None if n is too small to reach the level (for 0.05, n < 6). `level` = 0.05 / m is for the one
     arm of m that differs alone, after `benjamini_hochberg`. Where only n equal signs reach it, the
-    effect is exact. Else it is that of the t test (noncentral t) at the largest p-value that the
-    test has below the level, divided by 1 - 0.2 / k^1.5 for its k p-values up to there, as few
-    cost power: a fit, within 2 % of the effects simulated for a power of 0.8, n from 7 to 10.
+    effect is exact. Otherwise it is the t test's effect (noncentral t) at the largest p-value of
+    the sign-flip test below the level, divided by 1 - 0.2 / k^1.5 for the k p-values up to there,
+    because few p-values cost power. This fit is within 2 % of effects simulated for a power of 0.8
+    and n from 7 to 10.
     """
     if not 0 < power < 1:
         raise ValueError(f"power must be between 0 and 1. Found {power}.")
@@ -348,7 +349,8 @@ def equivalence_power(n: int, sd: float, margin: float) -> float | None:
     """Return the probability that the 95 % interval of n differences lies within +-`margin`.
 
     Their true mean is 0; they are normal with standard deviation `sd`. None for n < 6, which have
-    no interval. Computed as `detectable_effect`: exact for n = 6, else by the t interval, widened.
+    no interval. Computed like `detectable_effect`: exact for n = 6, otherwise by the t interval,
+    widened.
     """
     rank, attained = _attained(n, MAX_P)
     if not rank:
@@ -396,9 +398,9 @@ def power(n: int, sd: float, effect: float) -> float:
 class Trend:
     """Change of the outcome from the smallest to the largest dose, in its unit, over n seeds.
 
-    `interval` is that of this change; `p_value` is that of a monotone contrast of all doses. If the
-    highest or the lowest mean is inside, `peak` is its dose, `extreme` says which of both it is,
-    and `peak_p` is the larger p-value of its differences to the two ends.
+    `interval` is the interval of this change, `p_value` tests a monotone contrast of all doses. If
+    the highest or the lowest mean is inside, `peak` is its dose, `extreme` says which of both it
+    is, and `peak_p` is the larger p-value of its differences to the two ends.
     """
 
     n: int
@@ -503,7 +505,7 @@ def chances_of_interval(
     """Return the probabilities that a new 95 % interval of the mean is inside, and is outside.
 
     Inside from `low` to `high`, outside of it wholly; the interval is the t interval of as many new
-    values, which is 3 % shorter than that of the sign-flip test at n = 8. Each is a pair: values
+    values, which is 3 % shorter than the sign-flip test's at n = 8. Each is a pair: values
     are drawn from a normal distribution of the measured mean and deviation, and of both from their
     posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
     """
@@ -549,9 +551,10 @@ def chances_of_count(count: int, n: int, inside: Sequence[int]) -> tuple[float, 
 def _subset_sums(differences: Sequence[float]) -> "tuple[NDArray[float64], NDArray[float64]]":
     """Return the sums and sizes of the subsets of the differences that the sign-flip test flips.
 
-    These are all but the empty one for n <= 20; above, random ones, the complement of each and the
-    whole. A sum that is 0 but for rounding is 0: sums that are equal in exact arithmetic differ in
-    their last bits, and the p-value and its interval must count the same ones.
+    For n <= 20 these are all subsets except the empty one; above, random ones, the complement of
+    each, and the whole. A sum that is 0 apart from rounding is set to 0: sums that are equal in
+    exact arithmetic differ in their last bits, and the p-value and its interval must count the same
+    ones.
     """
     import numpy
 

@@ -9,13 +9,11 @@ Given = Surgery | Mapping[str, Any] | Sequence[Any] | None  # Any: what YAML can
 
 
 def surgery_of(given: Given) -> Surgery:
-    """Return a surgery, that of a config as `gradsurg.from_config` makes it, or one without
-    interventions for None.
-    """
+    """Return the given surgery, the surgery of a config, or an empty one for None."""
     if given is None:
         return Surgery()
     if isinstance(given, Surgery):
         return given
-    from gradsurg.experiment.from_config import from_config  # which a surgery does without
+    from gradsurg.experiment.from_config import from_config  # not needed for a surgery
 
     return from_config(given)

@@ -20,12 +20,12 @@ class SurgeryCallback(pl.Callback):
     """Attach a surgery to the module while it trains.
 
     `surgery` may also be a config, as for `gradsurg.from_config`; Hydra's `instantiate` leaves it
-    as it is with `_recursive_: false` beside it. With None training is as without the callback.
-    After training `effects` has the numbers, as `live.effects` in the block of an `attach`.
+    as it is with `_recursive_: false` beside it. With None training is unchanged.
+    After training `effects` has the numbers, like `live.effects` in the block of an `attach`.
 
     Stage `step` acts on accumulated and unscaled gradients, before Lightning clips them. The state
     of the surgery is saved in each checkpoint and restored from it. Effects and conflicts are
-    logged by the module, every `log_every_n_steps` of the trainer; `log` is that of
+    logged by the module, every `log_every_n_steps` of the trainer; `log` is passed to
     `live.effects.numbers`. With manual optimization `self.surgery.backward(losses)` in
     `training_step` replaces `self.manual_backward(loss)`; a loss scale of `precision="16-mixed"` is
     in it. With several optimizers the first one counts steps.

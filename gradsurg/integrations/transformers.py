@@ -27,14 +27,14 @@ class SurgeryCallback(library.TrainerCallback):
     """Attach a surgery to the model while `Trainer.train` runs.
 
     `surgery` may also be a config, as for `gradsurg.from_config`; Hydra's `instantiate` leaves it
-    as it is with `_recursive_: false` beside it. With None training is as without the callback.
-    After training `effects` has the numbers, as `live.effects` in the block of an `attach`.
+    as it is with `_recursive_: false` beside it. With None training is unchanged.
+    After training `effects` has the numbers, like `live.effects` in the block of an `attach`.
 
     Stage `step` acts on accumulated and unscaled gradients, after the Trainer has clipped them to
     `max_grad_norm` (1.0 by default): for another order set `max_grad_norm=0` and end the surgery
     with `ClipGlobalNorm`. The state is saved as `gradsurg.pt` beside each checkpoint and loaded
     when training resumes from one in `output_dir`; for another folder pass it as `resume_from`.
-    Effects and conflicts are among the numbers that the Trainer logs; `log` is that of
+    Effects and conflicts are among the numbers that the Trainer logs; `log` is passed to
     `live.effects.numbers`. An exception in an epoch removes the hooks.
     """
 
@@ -66,12 +66,12 @@ class SurgeryCallback(library.TrainerCallback):
 
         Each is divided by the number of batches that are accumulated for the update, and multiplied
         by the loss scale of `fp16`, as the Trainer does. With `normalized=True` they are not
-        divided: for losses of sums over the batch that you have divided by `num_items_in_batch`, as
-        models of Hugging Face do if it is given to them. By default the Trainer's
+        divided: this is for sums over the batch that you divided by `num_items_in_batch`, as models
+        of Hugging Face do if they get it. By default the Trainer's
         `loss_is_scaled_for_ga` decides; if it is None they are divided, with a warning if the
         Trainer would not divide its own loss. With several processes multiply normalized losses by
         their number, as `Trainer.compute_loss` does. `scale` multiplies the losses in place of the
-        division; `options` are those of `live.backward`.
+        division; `options` are passed to `live.backward`.
 
         Raises RuntimeError outside of `Trainer.train`, ValueError for both `normalized` and
         `scale`.

@@ -65,7 +65,8 @@ class Logger(ABC):
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one interval's numbers, as `train/loss` or `effect/<transform>/<site>/cosine`."""
+        """Log one interval's numbers, such as `train/loss` or
+        `effect/<transform>/<site>/cosine`."""
 
     @abstractmethod
     def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:

@@ -138,7 +138,7 @@ class _Rate(ProgressColumn):
 
 
 class _Remaining(TimeRemainingColumn):
-    """The time left of the current run; that of the command stands in its text."""
+    """The time left of the current run; its text has the time left of the command."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.id else super().render(task)

@@ -20,7 +20,7 @@ from gradsurg.plugins.messages import printable
 if TYPE_CHECKING:
     from torch.utils.tensorboard import FileWriter
 
-FOLDER = "tensorboard"  # in the folder of a run, and in that of a study's report
+FOLDER = "tensorboard"  # in the folders of a run and of a study's report
 FLUSH_S = 10  # an interrupted run logs all its rows again
 PNG_SIZE = slice(16, 24)  # width and height, big-endian
 

@@ -78,19 +78,20 @@ class _Session:
 class Wandb(StudyLogger):
     """Logs to W&B with a study as the group, an arm as the job type and `global_step` as the axis.
 
-    `auto` follows wandb's own setting (`WANDB_MODE`, `wandb offline`), else it is online if wandb
-    finds a key, else offline. It never prompts: without a key or a connection an online run becomes
-    offline, with a warning. A resumed run continues the same W&B run online; offline all rows are
-    logged again and the earlier W&B run is removed. A repeated run is a new W&B run. The agent of a
-    W&B sweep has one run for each command: it gets the first run; others and the study are not
-    logged, and RuntimeError says so.
+    `auto` follows wandb's own setting (`WANDB_MODE`, `wandb offline`). Without one, it is online if
+    wandb finds a key, and offline otherwise. It never prompts: without a key or a connection an
+    online run becomes offline, with a warning. A resumed run continues the same W&B run online;
+    offline all rows are logged again and the earlier W&B run is removed. A repeated run is a new
+    W&B run. The agent of a W&B sweep has one run for each command: it gets the first run; others
+    and the study are not logged, and RuntimeError says so.
 
-    Variables of W&B act where no field has a value: WANDB_PROJECT (else "gradsurg"), WANDB_ENTITY,
-    and, since no field sets these, WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE, WANDB_TAGS and
-    WANDB_DIR. Each run has an id of its own: WANDB_RUN_ID is ignored, with a warning.
+    Variables of W&B act where no field has a value: WANDB_PROJECT (otherwise "gradsurg"),
+    WANDB_ENTITY, and, since no field sets these, WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE,
+    WANDB_TAGS and WANDB_DIR. Each run has an id of its own: WANDB_RUN_ID is ignored, with a
+    warning.
 
-    The summary has the last value of a metric, as `test/loss`, and the best of those that were
-    logged as `test/loss.min` or `test/accuracy.max`. The study's own run has the verdict in its
+    The summary has the last value of a metric as `test/loss`, and its best logged value as
+    `test/loss.min` or `test/accuracy.max`. The study's own run has the verdict in its
     notes and its summary, and one artifact: page, comparison, surgery and environment.
 
     W&B makes a panel for each logged name. With `panels="few"` only the names of `PANELS` get one;
@@ -221,7 +222,7 @@ class Wandb(StudyLogger):
                     run.define_metric(name, step_metric=STEP, hidden=hidden, summary=best)
 
     def _tabulate(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the numbers of each site for the table; those of the last measured step remain."""
+        """Keep the numbers of each site for the table; the last measured step's remain."""
         rows: dict[tuple[str, str], dict[str, float]] = {}
         for name, value in values.items():
             if name.startswith("effect/"):
@@ -468,7 +469,7 @@ def _location(paths: list[Path]) -> str:
 
 
 def _glob_argument(paths: list[Path]) -> str:
-    """Return a shell argument that matches all of `paths`, as `<run directory>/wandb/<run>`."""
+    """Return a shell argument that matches all `paths`, such as `<run directory>/wandb/<run>`."""
     if len(paths) == 1:
         return shlex.quote(str(paths[0]))
     root = Path(commonpath(paths))

@@ -13,7 +13,7 @@ class MissingExtra(ImportError):
 
 
 def how_to_install(name: str, extra: str) -> str:
-    """Return the sentence that asks for an extra, as `name` is not installed."""
+    """Return the sentence that asks for an extra, because `name` is not installed."""
     return f"{name} is not installed: pip install 'gradsurg[{extra}]'"
 
 

@@ -63,9 +63,10 @@ def typed_command(module: str) -> str:
 def nearest(
     name: str, choices: Sequence[str], meant: Sequence[str] = (), listed_by: str = ""
 ) -> str:
-    """Return the end of an error message: those meant or else the nearest one, a line of choices.
+    """Return the end of an error message: the names that were probably meant, and a line of
+    choices.
 
-    `listed_by` is the option that lists all choices, as `--list transform`.
+    `listed_by` is the option that lists all choices, such as `--list transform`.
     """
     plain = {choice.lower(): choice for choice in choices}
     close = meant or [plain[key] for key in get_close_matches(name.lower(), plain, 1)]

@@ -17,7 +17,7 @@ class _Pipe(FileIO):
         except BrokenPipeError:
             pass
         except OSError as error:
-            if not self.is_full and self.name == 1:  # the number of stdout; told once
+            if not self.is_full and self.name == 1:  # 1 is stdout; printed once
                 self.is_full = True
                 print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
         return len(content)

@@ -22,8 +22,8 @@ _shards: "list[distributed.ProcessGroup]" = []  # a plain list, which torch.comp
 def of_shards(group: "distributed.ProcessGroup") -> Iterator[None]:
     """In the block gradients are the parts of tensors that are sharded over a group of processes.
 
-    `norms_of`, `joint_norm` and `norm(..., "tensor")` then are those of the whole tensors; all
-    processes must call them. Other reductions are those of the parts.
+    `norms_of`, `joint_norm` and `norm(..., "tensor")` then return norms of the whole tensors; all
+    processes must call them. Other reductions are over the parts.
     """
     _shards.append(group)
     try:
@@ -33,8 +33,9 @@ def of_shards(group: "distributed.ProcessGroup") -> Iterator[None]:
 
 
 def _over_shards(norms: Tensor, p: float = 2.0) -> Tensor:
-    """The p-norms of whole tensors from those of their parts: one all-reduce for p <= 2 and for
-    infinity, else two.
+    """The p-norms of whole tensors, computed from the norms of their parts.
+
+    This takes one all-reduce for p <= 2 and for infinity, and two for other p.
 
     Outside `of_shards` these are the whole tensors.
     """
@@ -172,7 +173,7 @@ def norms_of(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:
 
 
 def joint_norm(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:
-    """The p-norm of all entries of all gradients, as `norms_of`."""
+    """The p-norm of all entries of all gradients; see `norms_of`."""
     return torch.linalg.vector_norm(norms_of(grads, p), p)
 
 

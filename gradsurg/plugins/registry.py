@@ -16,13 +16,13 @@ from gradsurg.plugins.messages import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = path if (path := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-"""The packaged copy of `conf` of a wheel, else that of the checkout."""
+"""The copy of `conf` in an installed wheel, or the checkout's."""
 
 GROUPS = {"transforms": "transform", "sites": "site", "triggers": "when"}
 GROUPS |= {"aggregators": "aggregator", "models": "model", "tasks": "task", "loggers": "logger"}
 """Folder of classes: folder of their configs."""
 CALLED = ("transforms", "sites", "triggers", "aggregators")
-"""The folders whose classes are names of `gradsurg` itself, as `gradsurg.Clip`."""
+"""The folders whose classes are names of `gradsurg` itself, such as `gradsurg.Clip`."""
 TORCH_MODULES = ("torch.optim", "torch.optim.lr_scheduler")
 SEQUENCE = "gradsurg.sequence"
 HYDRAS = ("_target_", "_partial_", "_convert_", "_recursive_")
@@ -31,7 +31,7 @@ HYDRAS = ("_target_", "_partial_", "_convert_", "_recursive_")
 
 @cache
 def names(kind: str) -> list[str]:
-    """The stems of the plug-ins in a folder, as `transforms`."""
+    """The stems of the plug-ins in a folder such as `transforms`."""
     modules = {path.stem for path in (PACKAGE / kind).glob("*.py")}
     return sorted(modules & {path.stem for path in (CONFIG_DIR / GROUPS[kind]).glob("*.yaml")})
 
@@ -53,8 +53,10 @@ def find(kind: str, name: str) -> type:
 
 
 def name_of(fields: Mapping[str, object]) -> str:
-    """Return the name of what a config describes: the stem of a plug-in, as `clip`, the class of
-    one of PyTorch's optimizers and schedules, as `SGD`, or a dotted path of a user's own.
+    """Return the name of the object that a config describes.
+
+    It is the stem of a plug-in (`clip`), the class of an optimizer or a schedule of PyTorch's
+    (`SGD`), or the dotted path of a user's own class.
     """
     target = str(fields.get("_target_") or fields.get("name") or "")
     package, _, last = target.rpartition(".")

@@ -15,7 +15,8 @@ def summary(study: Path | str, only: Collection[str] | None = None, margin: str 
     """Return the summary of a study that `python -m gradsurg.report STUDY` prints, as plain text.
 
     `only` are names of run directories: the summary is of these runs and their controls. `margin`
-    asks for equivalence, as `0.5pp`. Raises NotAStudy, in one sentence, if there are no such runs.
+    asks for equivalence, for example `0.5pp`. Raises NotAStudy, in one sentence, if there are no
+    such runs.
     """
     # The terminal's report of one job is imported from here too, and needs none of this.
     from gradsurg.report.study import read_study

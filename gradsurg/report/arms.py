@@ -45,7 +45,7 @@ class Arm:
 
 
 def block_names(runs: Sequence[LoadedRun]) -> dict[str, str]:
-    """Return the block of each run, as `split 3`; empty names if there is one split only."""
+    """Return the block of each run, such as `split 3`; empty names if there is one split only."""
     splits = {run.name: split_of(run) for run in runs}
     several = len({*splits.values()} - {None}) > 1
     return {
@@ -155,8 +155,11 @@ def _planned_at(run: LoadedRun) -> float:
 
 
 def _telling(configs: list[dict[str, object]], about_surgery: bool) -> list[str]:
-    """The keys whose values differ; a nested key that some configs lack counts only if the others
-    differ, and none whose value follows from the name beside it, as Adam's own learning rate."""
+    """The keys whose values differ.
+
+    A nested key that some configs lack counts only if the others differ. A key whose value follows
+    from the name beside it, such as Adam's own learning rate, does not count.
+    """
     keys = dict.fromkeys(key for config in configs for key in config)
     differing = []
     for key in keys:
@@ -184,7 +187,7 @@ def _is_name(key: str) -> bool:
 
 
 def _key_text(key: str, keys: Sequence[str], config: Mapping[str, object]) -> str:
-    """`mlp` for a name, else the last part of the key and the value: `value=0.01`."""
+    """`mlp` for a name, otherwise the key's last part and the value: `value=0.01`."""
     if _is_name(key):
         return value_text(config[key])
     last = key.rpartition(".")[2]

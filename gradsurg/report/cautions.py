@@ -78,9 +78,9 @@ def _chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
 
 
 def _worse_than_chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
-    """In how many seeds of each arm training has made the loss worse than that of a constant.
+    """In how many seeds of each arm training made the loss worse than a constant guess.
 
-    Without those that the rule on chance tells.
+    Seeds that the rule on chance names are left out.
     """
     for arm in study.arms:
         runs = [run for run in arm.whole if not (run.summary or {}).get("learned_nothing")]
@@ -169,7 +169,7 @@ def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     rows = [row for row in rows if row["verdict"] != "identical"]
     row = min(rows, key=lambda row: row["n"])
     n, unit = row["n"], row["unit"]
-    arms = row["family"] or len(rows)  # of a job the rows are not those of the whole study
+    arms = row["family"] or len(rows)  # a job has not all rows of the study
     needed = seeds_needed(arms) if arms > 1 else MIN_FOR_P
     if n < needed:
         alone = ", for an arm that differs alone," if arms > 1 else ""
@@ -317,4 +317,4 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
         "is that of its arm alone.",
     ),
 }
-"""The rules in the order in which they are told: of each its words and the sentence with them."""
+"""The rules in the order in which they are printed: the words of each, and its sentence."""

@@ -30,7 +30,7 @@ DARK = (
     *("#74b9f5", "#f0a860", "#a4a9b4", "#ff9d92", "#e9e8e4", "#a9aeb9", "#4a505c", "#282c34"),
     *("#14161a", "#4fd1a5", "#ef9bc9", "#e6d36a", "#a9a6ff", "#f4f4f2"),
 )
-"""The colours of the dark theme, in the order of those of the light one."""
+"""The colours of the dark theme, in the order of the light theme's."""
 TEXT = {"labelColor": SOFT, "titleColor": SOFT, "labelFontSize": 12, "titleFontSize": 12}
 TEXT |= {"titleFontWeight": "normal", "labelLimit": 260}
 STROKES = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 200}
@@ -243,7 +243,7 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
 
 
 def _steps_axis(rows: pl.DataFrame) -> alt.X:
-    """The axis of steps; its domain is given, as a layer can have no rows for what is chosen."""
+    """The axis of steps; its domain is given, since a layer may have no rows for the choice."""
     scale = alt.Scale(domain=[0, max(rows["step"])], nice=False)
     return alt.X("step:Q", scale=scale, axis=alt.Axis(format="~s"), title="optimizer step")
 

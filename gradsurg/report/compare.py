@@ -71,7 +71,7 @@ which q is corrected. All are null where they are not known.
 class Pair:
     """A seed of an arm in one block: the values of both arms, None where there is none yet.
 
-    `state` and `beside` are those of the two runs; `why` says why they cannot be compared.
+    `state` and `beside` are the states of the two runs; `why` says why they cannot be compared.
     """
 
     seed: int
@@ -85,11 +85,11 @@ class Pair:
 
 
 def compare(study: Study, margin: Margin | None = None) -> pl.DataFrame:
-    """Compare each treated arm with its control, metric by metric; q is that of `with_q`.
+    """Compare each treated arm with its control, metric by metric; q is computed by `with_q`.
 
-    The columns are those of `SCHEMA`. Each task and each model has arms of its own. Where an arm
+    The columns are listed in `SCHEMA`. Each task and each model has arms of its own. Where an arm
     has several splits, its row is over these blocks, each with the mean over its seeds, and a row
-    with a `block` has the details of one. Without a `margin` that of the study is used.
+    with a `block` has the details of one. Without a `margin`, the study's is used.
     """
     return with_q(_with_controls(study, margin or study.margin))
 
@@ -330,7 +330,7 @@ def rows_of_arms(
             "arm": arm.name,
             "against": plain_name(known[0]) if known else PLAIN,
             "vacuous": vacuous,
-            "better": arm.runs[0].measured.get("better"),  # that of a script's metric
+            "better": arm.runs[0].measured.get("better"),  # set for a script's metric
             **_setting(study, arm, known),
         }
         rows += compare_values(pairs, about, "split", margin)
@@ -375,7 +375,7 @@ def _all_equal(study: Study, pairs: Sequence[tuple[LoadedRun, LoadedRun]]) -> bo
 def why_not(
     run: LoadedRun, other: LoadedRun | None, kind: str, wanted: Collection[str] = (FINISHED,)
 ) -> str:
-    """Return why a run cannot be compared: its own state, or that of its control."""
+    """Return why a run cannot be compared: its own state, or its control's."""
     if run.state not in wanted:
         return run.state
     if other is None:
@@ -418,7 +418,7 @@ def _vacuous_control(study: Study, arm: Arm) -> str:
 
 
 def vacuous(study: Study, arm: Arm) -> bool:
-    """Whether an arm has turned no gradient, so that only lengths tell it from a plain run."""
+    """Whether an arm has turned no gradient, so that only lengths differ from a plain run."""
     least = _changes(study, arm)["cosine"].min()
     return isinstance(least, float) and least >= PARALLEL
 

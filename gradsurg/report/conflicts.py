@@ -135,7 +135,7 @@ def _pairs(steps: pl.DataFrame) -> pl.DataFrame:
 def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
     """Return tables with their captions: an arm a row, a task a row, another aggregator a row.
 
-    An arm is told by its group with the sharpest conflict, and by the task of all its groups that
+    An arm's row shows its group with the sharpest conflict, and the task, of all its groups, that
     was lost most often.
     """
     means = conflict_means(study)

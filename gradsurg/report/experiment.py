@@ -1,4 +1,4 @@
-"""What a study trained: plug-ins with their numbers, the command that repeats it, versions."""
+"""The page's section about the experiment: plug-ins, the command that repeats it, versions."""
 
 import shlex
 from collections.abc import Mapping, Sequence

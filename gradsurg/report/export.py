@@ -41,7 +41,7 @@ def write_report(
 ) -> Path:
     """Write all files of a report atomically, each by a rename; return the page's path.
 
-    What an earlier report has written and this one does not is removed; other files stay. Raises
+    Files of an earlier report that this one does not write are removed; other files stay. Raises
     OSError, with the folder's name, if it cannot be written.
     """
     if out.is_symlink() and out.parent.resolve() == study.folder.resolve():

@@ -27,7 +27,7 @@ from gradsurg.stats import benjamini_hochberg, sign_test_p_value
 
 
 def costs(study: Study) -> pl.DataFrame:
-    """Compare step times with those of the plain control, where both are known.
+    """Compare step times with the plain control's, where both are known.
 
     `ratio` is the median over pairs of runs, `low` and `high` are the least and the greatest.
     Other controls run a surgery themselves, and so give no cost.
@@ -69,10 +69,11 @@ TIMES = {
 def times_to_target(study: Study) -> pl.DataFrame:
     """Compare the steps at which an arm and its control reached the stopping condition.
 
-    A seed that did not reach it, or diverged before, counts as later than all that did. p is that
-    of the exact sign test of `sooner` against `later`; `both` are the differences in steps of the
-    seeds that reached it in both arms, and `median` is theirs, as `treated` and `control` are those
-    of the steps of these seeds. The target is decided `every` so many steps, on so many `examples`.
+    A seed that did not reach it, or diverged before, counts as later than all that did. p is by
+    the exact sign test of `sooner` against `later`. `both` are the differences in steps of the
+    seeds that reached it in both arms, `median` is the median of these, and `treated` and `control`
+    are the medians of the steps of these seeds. The target is decided `every` so many steps, on so
+    many `examples`.
     """
     rows: list[dict[str, Any]] = []  # Any: the values of a row
     for arm in study.arms:
@@ -133,7 +134,7 @@ and the length of the treated one."""
 def parts(study: Study) -> pl.DataFrame:
     """Split the effect of each arm that has a plain and a norm-matched control: three rows an arm.
 
-    The columns are those of a comparison and `part`: `total`, treated minus plain; `direction`,
+    The columns are a comparison's and `part`: `total`, treated minus plain; `direction`,
     treated minus matched; `size`, matched minus plain. Of the seeds that finished in all three, so
     that the means add up, and of the metric of the verdict alone. q is among the directions and
     sizes of all arms. An arm that turned no gradient has no row: all of its effect is size.
@@ -178,7 +179,7 @@ def _finished(study: Study, run: LoadedRun, kinds: Sequence[str]) -> list[Loaded
 def link_shares(study: Study) -> pl.DataFrame:
     """Return the share of each link of a chain: the whole chain minus the chain without it.
 
-    The columns are those of a comparison and `link`. Shares need not sum to the effect of the
+    The columns are a comparison's and `link`. Shares need not sum to the effect of the
     chain: two links with the same effect can both have share 0. q is among the links of a chain.
     """
     shorter = left_out(study)

@@ -410,7 +410,7 @@ def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what 
 
 
 def _configs(arms: Sequence[Arm]) -> dict[str, Any]:  # Any: what JSON can hold
-    """The configs of the arms without their seeds: the lines of all, and those of each arm."""
+    """The configs of the arms without their seeds: lines common to all, then each arm's."""
     configs = [{k: value_text(x) for k, x in arm.config.items() if k != "seed"} for arm in arms]
     known = [set(config.items()) for config in configs if config]  # a missing run has none
     shared = dict(sorted(set.intersection(*known))) if known else {}

@@ -34,12 +34,11 @@ def write_paper(
     style: str = "sans",
     spread: str = "interval",
 ) -> list[Path]:
-    """Write each figure in both widths as PDF, SVG and PNG, and a table for each metric; return the
-    files.
+    """Write each figure in both widths as PDF, SVG and PNG, and a table for each metric.
 
-    `arms` are names of arms, drawn with their controls; without any all are. `spread` is that of
-    the table (`tables.latex`). Raises LookupError for a metric or an arm that the study does not
-    have.
+    Return the files. `arms` are names of arms, drawn with their controls; if empty, all arms are
+    drawn. `spread` is passed to `tables.latex`. Raises LookupError for a metric or an arm that the
+    study does not have.
     """
     frame, shown = compare(study), _of_arms(study, arms)
     frame = frame.filter(pl.col("arm").is_in([arm.name for arm in shown.arms]))

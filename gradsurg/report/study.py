@@ -161,8 +161,8 @@ class Study:
     def metrics_of(self) -> dict[str, str]:
         """The outcomes of finished runs with their titles.
 
-        First the metric of the verdict: the one that the first run was planned with, else accuracy,
-        else a loss. Last the areas under learning curves.
+        First the metric of the verdict: the metric that the first run was planned with, otherwise
+        accuracy, otherwise a loss. Last the areas under learning curves.
         """
         known = dict.fromkeys(
             [*_outcomes(self.arms), *self.areas["metric"].unique(maintain_order=True)]

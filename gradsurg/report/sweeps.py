@@ -60,7 +60,7 @@ def _swept(arms: Sequence[Arm]) -> list[str]:
 
 
 def _shared_name(arms: Sequence[Arm]) -> str:
-    """The parts of the arms' names that all have in common, else their label."""
+    """The parts that all arms' names have in common, or their label if there are none."""
     first, *parts = (arm.name.split(", ") for arm in arms)
     shared = [part for part in first if all(part in other for other in parts)]
     label = [] if first[0] in shared else [arms[0].runs[0].label]
@@ -177,14 +177,14 @@ BEST = {
     **dict.fromkeys(("treated_value", "control_value"), pl.Float64),
     **dict.fromkeys(("usable_treated", "usable_control"), pl.Int64),
 }
-"""The columns of `best_arms` beside those of a comparison."""
+"""The columns of `best_arms` beside a comparison's."""
 
 
 def best_arms(study: Study, margin: Margin | None = None) -> pl.DataFrame:
-    """Compare best arm with best arm where a number outside the surgery is swept, as the rate.
+    """Compare best arm with best arm where a number outside the surgery is swept, such as the rate.
 
     For each surgery, `treated_value` and `control_value` are the values with the best mean of
-    `chosen_on`: the validation metric, else the metric itself. `usable_treated` and
+    `chosen_on`: the validation metric, or the metric itself without one. `usable_treated` and
     `usable_control` count the values at which no seed diverged and the mean is close to the best:
     within 5 percentage points, or within half of it for a loss. `edge` names the arms whose best of
     three values or more is the least or the greatest. Of the headline metric alone.

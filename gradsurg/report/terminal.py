@@ -115,9 +115,9 @@ def pairs_text(study: Study, frame: pl.DataFrame, margin: Margin | None = None) 
 
 
 def _tables(frame: pl.DataFrame, first_only: bool = False, **called: str) -> list[str]:
-    """A table for each metric with its title, or only for those of the verdict.
+    """A table for each metric with its title, or only for the verdict's metrics.
 
-    Columns may be `called` else.
+    `called` renames columns.
     """
     compared = rows_of(frame) if first_only else frame.to_dicts()
     metrics = dict.fromkeys(row["metric"] for row in compared if row["n"])

@@ -195,7 +195,7 @@ def setting(row: Row) -> dict[str, str]:
 
 
 def _rate(row: Row) -> str:
-    """Return the rate and other chosen values of the arm, and in brackets those of the control."""
+    """Return the rate and other chosen values of the arm, and in brackets the control's."""
     fixed = f"lr {row['lr']:g}" if row["lr"] is not None else ""
     if not row["tuned"]:  # where the rates of two arms differ, their names have them
         return fixed if row["lr_control"] in (row["lr"], None) else ""

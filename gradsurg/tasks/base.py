@@ -23,7 +23,8 @@ Part = Literal["train", "validation", "test"]
 """A part of the data."""
 
 Outputs = Tensor | Sequence[Tensor]
-"""The outputs of all losses in one tensor, or a tensor for each, as of a model with heads."""
+"""The outputs of all losses in one tensor, or a tensor for each, for example of a model with
+heads."""
 
 _PASSED_ON = {
     "num_tokens": "the inputs of this task are tokens",
@@ -177,7 +178,7 @@ class Data:
 class Chance:
     """The loss and one metric of the best prediction that ignores the inputs.
 
-    `best` is that metric of a perfect model; `description` precedes the value in a sentence, as in
+    `best` is this metric for a perfect model; `description` precedes the value in a sentence, as in
     "chance for 10 classes is 10%".
     """
 
@@ -213,9 +214,9 @@ class Task(ABC):
         """Return the number to differentiate, a tensor of shape ()."""
 
     def labels(self, targets: Tensor) -> Tensor:
-        """Return the labels (n,) of n examples, for transforms that read them, as `Route`.
+        """Return the labels (n,) of n examples, for transforms that read them, such as `Route`.
 
-        They are the targets, if these are one integer for each example; else it raises ValueError.
+        They are the targets. Raises ValueError unless these are one integer for each example.
         """
         if targets.ndim != 1 or targets.is_floating_point():
             kind = f"{targets.dtype} of shape {list(targets.shape)}"
@@ -250,8 +251,8 @@ class Task(ABC):
     ) -> dict[str, float]:  # Any: what JSON can hold
         """Return numbers computed from the test metrics of the whole run, not only the last ones.
 
-        A row has the numbers logged at its `step`, as `test/accuracy`; `epoch` is the number of
-        steps of an epoch.
+        A row has the numbers logged at its `step`, such as `test/accuracy`; `epoch` is the number
+        of steps of an epoch.
         """
         return {}
 
@@ -282,7 +283,7 @@ class MultiTask(Task):
     """A task of several losses, whose gradients an aggregator can combine.
 
     Its metrics are `loss`, the sum, and `loss_<name>` for each loss; other metrics of one loss are
-    called `<metric>_<name>` too, as `accuracy_first`, so that a report can compare them.
+    called `<metric>_<name>` too, such as `accuracy_first`, so that a report can compare them.
     """
 
     @property
@@ -318,8 +319,8 @@ class Examined(Task):
     def examine(self, model: nn.Module, data: Data) -> Examination:
         """Examine a model in evaluation mode, and leave it unchanged.
 
-        The surgery is attached. The global generators are seeded from the run's seed, apart from
-        those of its training.
+        The surgery is attached. The global generators are seeded from the run's seed, and
+        the generators of its training are left alone.
         """
 
 

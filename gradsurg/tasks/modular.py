@@ -17,9 +17,9 @@ Operation = Literal["add", "subtract", "multiply"]
 class Modular(Classification):
     """Fill in the table of a + b, a - b or a * b modulo `modulus` (Power et al. 2022, grokking).
 
-    An example is the three tokens a, b and "=", which is numbered `modulus`, or with
-    `operator_token` the four a, "∘", b and "=", as in the paper; the classes are the results. Which
-    entries are for training depends on `split_seed` alone.
+    An example has the three tokens a, b and "=", which is numbered `modulus`. With
+    `operator_token` it has four, a, "∘", b and "=", like the paper's. The classes are the results.
+    Which entries are for training depends on `split_seed` alone.
     """
 
     modulus: Annotated[int, Field(ge=2, le=1000)] = 97

@@ -263,7 +263,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _merged(aggregator: Aggregator, example: Example, past: bool, **changes: str | int) -> Tensor:
-    """Return the result for an example, as a first call or after the calls `past`."""
+    """Return the result for an example, in a first call or after the calls `past`."""
     tasks = len(example.rows)
     state = aggregator.init(tasks)
     calls = [*example.past, example.rows] if past else [example.rows]

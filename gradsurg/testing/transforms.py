@@ -491,7 +491,7 @@ def _vmap(subject: Subject, shape: Shape) -> None:
         pairs[f"'{key}'"] = (tensor, torch.stack([after[key] for _, after in loop]))
     for name, (batched, looped) in pairs.items():
         same = _is_close(batched, looped)
-        expect(same, f"{name} of a batch of shape {list(shape)} is not that of a loop")
+        expect(same, f"{name} of a batch of shape {list(shape)} differs from a loop")
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

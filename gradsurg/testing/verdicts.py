@@ -73,7 +73,7 @@ class Table:
 def declared_among(
     names: Collection[Name], declared: Collection[Name] | None, own: Collection[Name]
 ) -> frozenset[Name]:
-    """Return `declared`, or else `own`. Raises ValueError for one that is not among `names`."""
+    """Return `declared`, or `own` if it is None. Raises ValueError for names not in `names`."""
     if unknown := sorted({*(declared or ())} - {*names}):
         raise ValueError(f"declared: must be of {', '.join(names)}, found {', '.join(unknown)}")
     return frozenset(own if declared is None else declared)

@@ -30,8 +30,8 @@ IDX_NAMES = {
 class Layout:
     """A data set of IDX files: torchvision's folder, npz file, download address and hashes.
 
-    `name` is its name in the fetch command, and its folder in the user's cache. `hashes` are those
-    of the unzipped IDX files, in the order of IDX_NAMES; arrays from an npz file are converted to
+    `name` is its name in the fetch command, and its folder in the user's cache. `hashes` belong to
+    the unzipped IDX files, in the order of IDX_NAMES; arrays from an npz file are converted to
     IDX before they are hashed.
     """
 
