@@ -25,7 +25,8 @@ class DBMTL(GramianAggregator):
     That gradient is g_i / (L_i + 1e-8), so tasks are balanced by their losses and their gradients.
     y_i <- decay y_i + (1 - decay) g_i / (L_i + 1e-8), which begins with the first gradient.
     Equations 2 to 4 of Lin et al. 2023 ("Dual-Balancing for Multi-Task Learning", arXiv
-    2308.12029), whose beta is `decay`.
+    2308.12029), whose beta is `decay`. LibMTL's mean starts at 0,
+    so its first updates are shorter.
 
     The state has the size of all rows, T x P. A mean of zero has weight 1. A negative loss is an
     error. A NaN or infinity in a loss or a row makes every weight NaN and keeps the state. A change

@@ -26,8 +26,9 @@ class MoCo(GramianAggregator):
     At call t = 1, 2 and so on: y_i <- y_i + b (g_i - y_i), then w <- Π(w - c (Y Yᵀ + rho I) w),
     with b = beta / t^decay, c = gamma / t^decay and Π the Euclidean projection on the simplex; Y is
     0 and w is 1 / T each at first. Algorithm 1 of Fernando et al., ICLR 2023 ("Mitigating Gradient
-    Bias in Multi-objective Learning"), with the defaults of LibMTL, which has a softmax for Π. The
-    means take out the bias that the noise of a batch gives to w.
+    Bias in Multi-objective Learning"), with the defaults of LibMTL. LibMTL's code differs: it takes
+    a softmax for Π, and g_i / |g_i| times the loss L_i in place of g_i. The means take out the bias
+    that the noise of a batch gives to w.
 
     The state has the size of all rows, T x P. As Y begins at 0 the first updates are short. A NaN
     or infinity makes every weight NaN and keeps the state. A change of the number of tasks or
