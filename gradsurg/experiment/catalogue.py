@@ -137,8 +137,9 @@ def _found(entries: Sequence[Entry], words: Sequence[str]) -> Sequence[Entry]:
     wanted, found = [_joined(word) for word in words], []
     for one in entries if all(wanted) else ():
         names = _words(one.name, *one.also)
-        told = [*names, *_words(one.summary, one.paper, one.preset_of, _shown(one))]
-        if all(_is_in(told, word) for word in wanted):
+        class_name = one.target.rpartition(".")[2]
+        texts = one.summary, one.paper, one.preset_of, class_name, _shown(one)
+        if all(_is_in([*names, *_words(*texts)], word) for word in wanted):
             is_named = all(_is_in(names, word) for word in wanted)
             found.append((2 - is_named - ("".join(wanted) == _joined(one.name)), one))
     return [one for _, one in sorted(found, key=itemgetter(0))]

@@ -90,6 +90,7 @@ FOUND = {
     "conflicting": "aggregator=pcgrad",
     "Pascanu": "transform=clip_global_norm",
     "initial_accumulator_value": "optimizer=adagrad",
+    "CosineAnnealingLR": "schedule=cosine",
 }
 """Words of a user: options that must be found by them."""
 
