@@ -24,9 +24,10 @@ from gradsurg.plugins.fields import validated
 class AGEM(GramianAggregator):
     """g, or if g · g_ref < 0, g - (g · g_ref) / |g_ref|² g_ref.
 
-    g is the gradient of the current data, g_ref that of a memory of earlier data, which only
-    constrains g and is not followed itself. Section 4 of Chaudhry et al., ICLR 2019 (arXiv
-    1812.00420). More than two tasks are refused: `GEM` has one g_ref for each earlier task.
+    g is the gradient of the current data, g_ref the gradient of a memory of earlier
+    data, which only constrains g and is not followed itself. Section 4 of Chaudhry et al., ICLR
+    2019 (arXiv 1812.00420). More than two tasks are refused: `GEM` has one g_ref for each earlier
+    task.
 
     With `decay`, g_ref is the running mean decay * g_ref + (1 - decay) * (the gradient of the
     memory), which begins with the first one: so a small batch of the memory stands for the earlier

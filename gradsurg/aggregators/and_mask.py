@@ -1,4 +1,4 @@
-"""AndMask: the mean of the gradients where their signs agree, else zero."""
+"""AndMask: the mean of the gradients where their signs agree, zero elsewhere."""
 
 from typing import Annotated
 

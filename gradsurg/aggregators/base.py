@@ -146,7 +146,7 @@ class Aggregator(ABC):
         return ()
 
     def order_note(self, tasks: Sequence[str]) -> str:
-        """What the order of losses with these names decides; empty if nothing is to be said."""
+        """The decision that the order of losses with these names makes; empty if it makes none."""
         return ""
 
     def init(self, num_tasks: int) -> AggregatorState:

@@ -50,7 +50,7 @@ class CAGrad(Preferring, Weighting, SolvedOnRows):
     1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
     of the gradients, by a QR decomposition in float64 and nonnegative least squares (chapter 23 of
     Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14. The result is
-    that of the gradients as they are, but 0 counts as in their convex hull if a convex combination
+    exact for the gradients as given, but 0 counts as in their convex hull if a convex combination
     of the unit gradients is shorter than eight roundings of their dtype (1e-13 for float64).
     """
 

@@ -40,7 +40,7 @@ class GEM(GramianAggregator, SolvedOnRows):
     margin g_k of each memory to g before the projection, and 1e-3 to the diagonal of the problem,
     which is left out here. With one memory and no margin it is `AGEM`.
 
-    `memory` has the names of all losses but that of g; a memory that is not among the losses of a
+    `memory` has the names of all losses except g's; a memory that is not among the losses of a
     call imposes no constraint. Without it the first task is g, and a warning says so once, unless
     the names of the others begin with `memory`.
 
@@ -122,5 +122,5 @@ class GEM(GramianAggregator, SolvedOnRows):
 
 
 def _is_first(order: NDArray[np.int64], nonzero: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether each nonzero row is that of the first task."""
+    """Whether each nonzero row belongs to the first task."""
     return (order == 0)[nonzero]

@@ -35,7 +35,7 @@ class UPGrad(Preferring, Weighting, SolvedOnRows):
     1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
     of the gradients, by a QR decomposition in float64 and nonnegative least squares (chapter 23 of
     Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14. The result is
-    that of the gradients as they are, rounding included, and no longer than Σ p_i |g_i|.
+    exact for the gradients as given, with their rounding, and no longer than Σ p_i |g_i|.
     """
 
     _: KW_ONLY

@@ -109,7 +109,7 @@ class AdaptiveClip(GroupTransform):
         capped = bound if self.rule == "ratio" else bound.clamp(max=most)
         first = _factor(joint, torch.full_like(joint, most))
         factors = torch.where(starts, first, _factor(norms, capped))
-        # ZClip averages norms without the clip at max_norm, AdaGC those of the results.
+        # ZClip averages norms without the clip at max_norm, AdaGC the norms of the results.
         seen = torch.where(starts, norms * first if self.rule == "ratio" else norms, bound)
         after = self._moved(torch.minimum(norms, seen), state)
         return factors, {
@@ -148,7 +148,7 @@ def _factor(norms: Tensor, bound: Tensor) -> Tensor:
 
 
 def _quantile(past: Tensor, fraction: float) -> Tensor:
-    """Return the quantile over axis 0 of the finite entries, as `torch.nanquantile`."""
+    """Return the quantile over axis 0 of the finite entries, like `torch.nanquantile`."""
     ordered = past.sort(dim=0).values  # infinities last
     last = past.isfinite().sum(dim=0, keepdim=True).clamp(min=1) - 1
     rank = fraction * last.to(past.dtype)

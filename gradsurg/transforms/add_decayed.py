@@ -18,7 +18,7 @@ class AddDecayed(Stateless):
     and Hutter, ICLR 2019 (arXiv 1711.05101), algorithm 1. As optax's `add_decayed_weights`.
     Requires the value w.
 
-    Any shape. A zero gradient becomes that of the penalty, an empty tensor stays empty. A NaN or an
+    Any shape. A zero gradient becomes the penalty's, an empty tensor stays empty. A NaN or an
     infinity in g or w stays.
     """
 

@@ -47,7 +47,7 @@ Need = Literal[
     "skip",  # a site that can skip the step of the optimizer, counted in the state as `SKIPPED`
     "labels",  # `context.labels`, the labels of the examples of the backward pass
 ]
-"""What a transform may require besides the gradient."""
+"""A thing that a transform may require besides the gradient."""
 
 SKIPPED = "skipped"
 """State of a transform that needs `skip`: the number of steps skipped, plus one to skip a step."""
@@ -163,7 +163,7 @@ class TransformContext:
     | `examples` | the gradients of the single examples of the group; None if not asked for |
     | `rank` | number of the process, before gradients are averaged over several; else 0 |
     | `label` | name of the transform in its surgery; empty outside of one |
-    | `part` | place inside another transform, as `0/placebo` in a chain; else empty |
+    | `part` | place inside another transform, such as `0/placebo` in a chain; empty at the top |
     """
 
     site: str = ""
@@ -190,7 +190,7 @@ class TransformContext:
 
     @property
     def batch(self) -> Mapping[str, Tensor]:
-        """The tensors of `live.set_batch` by name; those of a run are `inputs` and `targets`."""
+        """The tensors of `live.set_batch` by name; in a run they are `inputs` and `targets`."""
         return self.backward.batch if self.backward is not None else {}
 
     @property

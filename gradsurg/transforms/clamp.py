@@ -7,7 +7,7 @@ from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 
 SMALLEST_MAX = torch.finfo(torch.float16).max
-"""Bounds up to this are within every dtype: most calls do without `torch.finfo`."""
+"""Bounds up to this are within every dtype: most calls skip `torch.finfo`."""
 
 
 @validated

@@ -10,7 +10,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import Stateless, TransformContext
 
 SMALLEST_MAX = torch.finfo(torch.float16).max
-"""A bound up to this is within every dtype: most calls do without `torch.finfo`."""
+"""A bound up to this is within every dtype: most calls skip `torch.finfo`."""
 
 
 @validated

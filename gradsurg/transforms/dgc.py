@@ -17,7 +17,7 @@ class DGC(Transform):
     """Sum gradients with momentum and return the largest entries of the sum: deep compression.
 
     u <- momentum * u + g, then v <- v + u. The result is the `amount` of entries of v that are
-    largest in magnitude, as `Mask`, the others zero; u and v become zero there. The optimizer
+    largest in magnitude, like `Mask`, the others zero; u and v become zero there. The optimizer
     must have no momentum of its own. Lin et al., ICLR 2018 (arXiv 1712.01887), without
     gradient clipping and the warm-up of `amount`.
 

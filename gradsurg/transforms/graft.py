@@ -26,7 +26,7 @@ from gradsurg.transforms.sign import Sign
 class Graft(GroupTransform):
     """Give the result of a transform D the 2-norm of that of a transform M: D(g) |M(g)| / |D(g)|.
 
-    D is the field `direction`, M the field `magnitude`; the norms are those of each tensor. Layer
+    D is the field `direction`, M the field `magnitude`; the norms are of each tensor. Layer
     grafting of Agarwal et al. 2020 (arXiv 2002.11803), who graft the
     steps of two optimizers: the same with plain SGD.
 

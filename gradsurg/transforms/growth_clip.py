@@ -16,7 +16,7 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 class GrowthClip(Transform):
     """g * min(1, factor * |r| / |g|), r the result at the step before, in 2-norms.
 
-    The norms are those of the tensor, or of each group selected by `per`. The limiter of norm
+    The norms are of the tensor, or of each group selected by `per`. The limiter of norm
     growth of Fira (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
 
     The first gradient is not clipped, nor is one after a result of zero. |r| is the state of a

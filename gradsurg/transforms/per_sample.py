@@ -76,7 +76,7 @@ class PerSample(GroupTransform):
             rule = "must have no state, as no two steps have the same examples"
             raise Contradiction("of", f"{rule}, found {self.of!r}")
         if self.noise and self._bound is None:
-            rule = "needs a transform that bounds the norm of each gradient, as ClipGlobalNorm"
+            rule = "needs a transform that bounds the norm of each gradient, such as ClipGlobalNorm"
             raise Contradiction("noise", f"{rule}, found of={self.of!r}")
 
     def tags_if(self) -> dict[TransformProperty, bool]:

@@ -22,7 +22,7 @@ class Perpendicular(Stateless):
     then the whole tensor, 0.1, and Adam's update for g. perpGrad of Prieto et al. 2025 (arXiv
     2501.04697); its code rescales.
 
-    w.g is that of the tensor, or of each group selected by `per`. Where w is zero g is not changed.
+    w.g is over the tensor, or over each group selected by `per`. Where w is zero g is not changed.
     Requires the value w. Any shape; zero stays zero, an empty tensor empty; a tensor of one entry
     becomes about zero. A NaN or an infinity in g or w makes its group NaN.
     """

@@ -15,7 +15,7 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class Sign(Stateless):
     """Replace every entry by its sign: sign(g), or sign(g) * mean(abs(g)) with `scale=mean`.
 
-    The mean is that of the tensor, or of each group selected by `per`.
+    The mean is over the tensor, or over each group selected by `per`.
 
     Any shape. Zero stays zero and NaN stays NaN (0 in `torch.sign`). An infinity becomes ±1; with
     `scale=mean` it makes its group infinite, and NaN at zeros. An empty tensor stays empty.

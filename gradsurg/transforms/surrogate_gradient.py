@@ -33,8 +33,8 @@ class SurrogateGradient(Stateless):
     ReLU it needs another intervention, `StraightThrough` at `Nodes("Relu", side="leave")`, because
     the ReLU has set the gradient of negative inputs to zero.
 
-    For a module whose backward passes the gradient through, as `x + (x.sign() - x).detach()` does:
-    at its `Inputs`, x is the input. A module with a zero derivative, as `torch.sign`, leaves
+    For a module whose backward passes the gradient through, such as `x + (x.sign() - x).detach()`:
+    at its `Inputs`, x is the input. A module with a zero derivative, such as `torch.sign`, leaves
     nothing to multiply.
 
     Any shape; an empty tensor stays empty and zero stays zero. A NaN in g or x makes the entry NaN.
