@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsurg.sites.grads import Access, Act, actor, params_at
 from gradsurg.sites.places import Door, Place, PlacesHook
 from gradsurg.sites.tensors import tensors_in
+from gradsurg.sites.wrapped_models import wrappers_of
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -27,18 +28,18 @@ def hook_backward_ends(door: Door, places: Sequence[Place]) -> None:
     # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
     stack = door.stack
     # Kept, as a graph that was made before a change of the interventions may have its hooks.
+    wrappers = wrappers_of(door.model)
     passes: _BackwardPasses = door.kept.setdefault(_BackwardPasses, _BackwardPasses())
-    passes.set(door.meet_all(places))
+    passes.set(door.meet_all(places), wrappers)
     stack.callback(passes.set, ())
     for place in places:
         param = cast(nn.Parameter, place.thing)
         handle = param.register_post_accumulate_grad_hook(partial(passes.reach, {place.name}))
         stack.callback(handle.remove)
     if distributed.is_available() and distributed.is_initialized():
-        parts = door.model.modules()
-        wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
         hook = compiling.untraced(passes.watch_output)
-        for part in wrappers or [door.model]:
+        inner = [part for part in door.model.modules() if part in wrappers]
+        for part in inner or [door.model]:
             stack.callback(part.register_forward_hook(hook).remove)
 
 
@@ -57,18 +58,25 @@ class _BackwardPasses:
     """The running backward passes."""
 
     def __init__(self) -> None:
-        self.is_averaged = self.has_views = False  # by DistributedDataParallel, into its buckets
+        self.is_averaged: bool | None = None  # by DistributedDataParallel
+        self.has_views = False  # of its buckets
+        self.may_be_old = False  # whether the next pass may average and have an unwatched output
         self.acts: list[tuple[PlacesHook, Act]] = []
         self.open: dict[int, ref[_Pass]] = {}  # by the number of the backward pass
 
-    def set(self, hooks: Sequence[PlacesHook]) -> None:
+    def set(
+        self, hooks: Sequence[PlacesHook], wrappers: Sequence[DistributedDataParallel] = ()
+    ) -> None:
         """Let these act from now on, also at the end of a graph that is already built."""
+        if self.is_averaged is None:
+            self.is_averaged = bool(wrappers)
+        self.may_be_old = any(each.require_forward_param_sync for each in wrappers)
         self.acts = [(hook, actor(hook, Access(write=self._write))) for hook in hooks]
 
     def watch_output(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Hook the output of a model: on every rank, not only on those that use a parameter."""
         wrapper = module if isinstance(module, DistributedDataParallel) else autograd.active_ddp()
-        self.is_averaged = wrapper is not None
+        self.is_averaged, self.may_be_old = wrapper is not None, False
         if wrapper is None or not wrapper.require_backward_grad_sync:
             return  # in no_sync the next backward pass averages the sum
         self.has_views = wrapper.gradient_as_bucket_view
@@ -86,7 +94,7 @@ class _BackwardPasses:
         task = autograd.backward_task()
         held = self.open.get(task)
         running = None if held is None else held()
-        if running is None and averages >= self.is_averaged and self.acts:
+        if running is None and averages >= bool(self.is_averaged) and self.acts:
             running = _Pass(averages)
             # A backward pass that raises drops its callbacks, and with them `running`.
             self.open[task] = ref(running, partial(self._failed, task, running.reached))
@@ -97,6 +105,12 @@ class _BackwardPasses:
             autograd.at_end_of_backward(late if averages else end)
         if running is not None:
             running.reached.update(names)
+        elif self.may_be_old:
+            self._note(
+                {*names},
+                "a backward was left alone, as the graph was built before the intervention was "
+                "added, and DistributedDataParallel overwrites results of that pass",
+            )
 
     def _end(self, task: int, ended: _Pass) -> None:
         if autograd.in_inner_backward() and not ended.averages:
