@@ -1,6 +1,6 @@
 """Stage `backward_end` of `Parameters`: all `.grad`s at the end of a backward pass."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.grads import Access, Act, actor, params_at
+from gradsurg.sites.grads import Access, Act, actor
 from gradsurg.sites.places import Door, Place, PlacesHook
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.sites.wrapped_models import wrappers_of
@@ -29,8 +29,9 @@ def hook_backward_ends(door: Door, places: Sequence[Place]) -> None:
     stack = door.stack
     # Kept, as a graph that was made before a change of the interventions may have its hooks.
     wrappers = wrappers_of(door.model)
-    passes: _BackwardPasses = door.kept.setdefault(_BackwardPasses, _BackwardPasses())
-    passes.set(door.meet_all(places), wrappers)
+    passes: _BackwardPasses
+    passes = door.kept.setdefault(_BackwardPasses, _BackwardPasses(bool(wrappers)))
+    passes.set(door.meet_all(places), any(each.require_forward_param_sync for each in wrappers))
     stack.callback(passes.set, ())
     for place in places:
         param = cast(nn.Parameter, place.thing)
@@ -55,22 +56,21 @@ class _Pass:
 
 
 class _BackwardPasses:
-    """The running backward passes."""
+    """The running backward passes.
 
-    def __init__(self) -> None:
-        self.is_averaged: bool | None = None  # by DistributedDataParallel
-        self.has_views = False  # of its buckets
-        self.may_be_old = False  # whether the next pass may average and have an unwatched output
+    `is_averaged` says that DistributedDataParallel averages the gradients, `has_views` that they
+    are views of its buckets, `may_be_old` that the graph of the next pass may be one that averages
+    and that was made before the hooks.
+    """
+
+    def __init__(self, is_averaged: bool) -> None:
+        self.is_averaged, self.has_views, self.may_be_old = is_averaged, False, False
         self.acts: list[tuple[PlacesHook, Act]] = []
         self.open: dict[int, ref[_Pass]] = {}  # by the number of the backward pass
 
-    def set(
-        self, hooks: Sequence[PlacesHook], wrappers: Sequence[DistributedDataParallel] = ()
-    ) -> None:
+    def set(self, hooks: Sequence[PlacesHook], may_be_old: bool = False) -> None:
         """Let these act from now on, also at the end of a graph that is already built."""
-        if self.is_averaged is None:
-            self.is_averaged = bool(wrappers)
-        self.may_be_old = any(each.require_forward_param_sync for each in wrappers)
+        self.may_be_old = may_be_old
         self.acts = [(hook, actor(hook, Access(write=self._write))) for hook in hooks]
 
     def watch_output(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -85,7 +85,7 @@ class _BackwardPasses:
                 tensor.register_hook(partial(self.reach, (), averages=True))
 
     def reach(
-        self, names: Iterable[str], grad: Tensor | None = None, averages: bool = False
+        self, names: Collection[str], grad: Tensor | None = None, averages: bool = False
     ) -> None:
         """Record that the running backward pass has written to the `.grad` of some parameters.
 
@@ -94,7 +94,7 @@ class _BackwardPasses:
         task = autograd.backward_task()
         held = self.open.get(task)
         running = None if held is None else held()
-        if running is None and averages >= bool(self.is_averaged) and self.acts:
+        if running is None and averages >= self.is_averaged and self.acts:
             running = _Pass(averages)
             # A backward pass that raises drops its callbacks, and with them `running`.
             self.open[task] = ref(running, partial(self._failed, task, running.reached))
@@ -107,7 +107,7 @@ class _BackwardPasses:
             running.reached.update(names)
         elif self.may_be_old:
             self._note(
-                {*names},
+                names,
                 "a backward was left alone, as the graph was built before the intervention was "
                 "added, and DistributedDataParallel overwrites results of that pass",
             )
@@ -140,23 +140,21 @@ class _BackwardPasses:
             )
 
     def _apply(self, ended: _Pass, hook: PlacesHook, act: Act) -> None:
-        acting = [ended.averages or place.name in ended.reached for place in hook.places]
-        given = zip(params_at(hook), acting, strict=True)
-        params = [param if acts else None for param, acts in given]
-        grads = [None if param is None else param.grad for param in params]
-        pairs = zip(hook.places, grads, strict=True)
-        gone = [place.name for place, grad in pairs if grad is None and place.name in ended.reached]
+        params = {place.name: cast(nn.Parameter, place.thing) for place in hook.places}
+        gone = [name for name in params if name in ended.reached and params[name].grad is None]
         if gone:
             hook.note(
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"
             )
-        if all(grad is None for grad in grads):  # autograd.grad adds to no .grad
-            return
+        acting = [
+            param if ended.averages or name in ended.reached else None
+            for name, param in params.items()
+        ]
         # Gradients are on only if the backward pass itself made a graph.
-        with torch.set_grad_enabled(any(grad.requires_grad for grad in grads if grad is not None)):
-            del grads
-            act(params)
+        grads = (None if param is None else param.grad for param in acting)
+        with torch.set_grad_enabled(any(grad is not None and grad.requires_grad for grad in grads)):
+            act(*acting)
 
     def _write(self, param: Tensor, grad: Tensor) -> None:
         if self.has_views and param.grad is not None:
