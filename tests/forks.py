@@ -83,8 +83,8 @@ def _work(
 ) -> Value:
     """Do the work of a rank in the process group, which `held` keeps alive.
 
-    A thread of gloo that still runs a callback of PowerSGD would end the program if it were the
-    last to let go of the group.
+    A thread of gloo that still runs a callback of a communication hook would end the program if it
+    were the last to let go of the group.
     """
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count

@@ -1,7 +1,7 @@
 """One intervention over a list of places, whose gradients are there together."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import is_
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from gradsurg.core.checks import check_dense, check_result
 from gradsurg.core.intervention import Facts
 from gradsurg.core.operation import Operation
 from gradsurg.core.site_hook import SiteHook, without_autocast, without_graph
-from gradsurg.sites.places import Ask, Place, ReadTensor, SiteFn
+from gradsurg.sites.places import Ask, ListedFn, Place, ReadTensor
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     SKIPPED,
@@ -47,9 +47,12 @@ class ListHook:
         self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
 
     @property
-    def calls(self) -> list[SiteFn]:
+    def calls(self) -> Sequence[ListedFn]:
         """The function of each place, for a transform of one gradient."""
-        return [hook.call for hook in self.hooks]
+        if "gradient" not in self.asks:
+            return [hook.call for hook in self.hooks]
+        pairs = zip(self.hooks, self.gradients, strict=True)
+        return [partial(_call_with_gradient, hook, read) for hook, read in pairs]
 
     @property
     def is_new(self) -> bool:
@@ -95,8 +98,6 @@ class ListHook:
         if operation.is_idle:
             return grads
         attachment = operation.attachment  # a transform of a user may close it
-        if operation.intervention.scope == "tensor":
-            return self._one_by_one(grads)
         acting, fires = self._acting(grads)
         present = [grad for index in acting if (grad := grads[index]) is not None]
         if not acting or operation.skips_transform:
@@ -129,17 +130,6 @@ class ListHook:
             self._skip()
             return [None] * len(grads)
         return _merged(grads, acting, results)
-
-    def _one_by_one(self, grads: MutableSequence[Tensor | None]) -> Iterator[Tensor | None]:
-        """Send each gradient through its own hook: no link needs a group."""
-        reads_value = not self.asks.isdisjoint({"value", "storage"}) and bool(self.values)
-        reads_gradient = "gradient" in self.asks and bool(self.gradients)
-        for index, hook in enumerate(self.hooks):
-            grad, grads[index] = grads[index], None
-            value = self.values[index]() if reads_value and grad is not None else None
-            with _given_gradient(hook, self.gradients[index]) if reads_gradient else nullcontext():
-                result = hook.call(grad, value)
-            yield grad if result is None else result
 
     def _acting(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[bool | Tensor]]:
         """The indices of the gradients that are acted on, and the trigger's answer for each.
@@ -333,14 +323,15 @@ def _no_tensor() -> None:
     return None
 
 
-@contextmanager
-def _given_gradient(hook: SiteHook, read: ReadTensor) -> Iterator[None]:
-    """Give the transforms at a site the gradient of which the optimizer made an update."""
+def _call_with_gradient(
+    hook: SiteHook, read: ReadTensor, grad: Tensor | None, value: Tensor | None
+) -> Tensor | None:
+    """Call a hook whose transforms get the gradient of which the optimizer made an update."""
     gradient = read()
     for context in hook.contexts:
         context.gradient = gradient
     try:
-        yield
+        return hook.call(grad, value)
     finally:
         for context in hook.contexts:
             context.gradient = None

@@ -1,6 +1,6 @@
 """Stage `backward_end` of `Parameters`: all `.grad`s at the end of a backward pass."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -11,9 +11,10 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.grads import Access, Act, actor, params_at
+from gradsurg.sites.grads import Access, Act, actor
 from gradsurg.sites.places import Door, Place, PlacesHook
 from gradsurg.sites.tensors import tensors_in
+from gradsurg.sites.wrapped_models import wrappers_of
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -27,18 +28,19 @@ def hook_backward_ends(door: Door, places: Sequence[Place]) -> None:
     # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
     stack = door.stack
     # Kept, as a graph that was made before a change of the interventions may have its hooks.
-    passes: _BackwardPasses = door.kept.setdefault(_BackwardPasses, _BackwardPasses())
-    passes.set(door.meet_all(places))
+    wrappers = wrappers_of(door.model)
+    passes: _BackwardPasses
+    passes = door.kept.setdefault(_BackwardPasses, _BackwardPasses(bool(wrappers)))
+    passes.set(door.meet_all(places), any(each.require_forward_param_sync for each in wrappers))
     stack.callback(passes.set, ())
     for place in places:
         param = cast(nn.Parameter, place.thing)
         handle = param.register_post_accumulate_grad_hook(partial(passes.reach, {place.name}))
         stack.callback(handle.remove)
     if distributed.is_available() and distributed.is_initialized():
-        parts = door.model.modules()
-        wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
         hook = compiling.untraced(passes.watch_output)
-        for part in wrappers or [door.model]:
+        inner = [part for part in door.model.modules() if part in wrappers]
+        for part in inner or [door.model]:
             stack.callback(part.register_forward_hook(hook).remove)
 
 
@@ -54,21 +56,27 @@ class _Pass:
 
 
 class _BackwardPasses:
-    """The running backward passes."""
+    """The running backward passes.
 
-    def __init__(self) -> None:
-        self.is_averaged = self.has_views = False  # by DistributedDataParallel, into its buckets
+    `is_averaged` says that DistributedDataParallel averages the gradients, `has_views` that they
+    are views of its buckets, `may_be_old` that the graph of the next pass may be one that averages
+    and that was made before the hooks.
+    """
+
+    def __init__(self, is_averaged: bool) -> None:
+        self.is_averaged, self.has_views, self.may_be_old = is_averaged, False, False
         self.acts: list[tuple[PlacesHook, Act]] = []
         self.open: dict[int, ref[_Pass]] = {}  # by the number of the backward pass
 
-    def set(self, hooks: Sequence[PlacesHook]) -> None:
+    def set(self, hooks: Sequence[PlacesHook], may_be_old: bool = False) -> None:
         """Let these act from now on, also at the end of a graph that is already built."""
+        self.may_be_old = may_be_old
         self.acts = [(hook, actor(hook, Access(write=self._write))) for hook in hooks]
 
     def watch_output(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Hook the output of a model: on every rank, not only on those that use a parameter."""
         wrapper = module if isinstance(module, DistributedDataParallel) else autograd.active_ddp()
-        self.is_averaged = wrapper is not None
+        self.is_averaged, self.may_be_old = wrapper is not None, False
         if wrapper is None or not wrapper.require_backward_grad_sync:
             return  # in no_sync the next backward pass averages the sum
         self.has_views = wrapper.gradient_as_bucket_view
@@ -77,7 +85,7 @@ class _BackwardPasses:
                 tensor.register_hook(partial(self.reach, (), averages=True))
 
     def reach(
-        self, names: Iterable[str], grad: Tensor | None = None, averages: bool = False
+        self, names: Collection[str], grad: Tensor | None = None, averages: bool = False
     ) -> None:
         """Record that the running backward pass has written to the `.grad` of some parameters.
 
@@ -97,6 +105,12 @@ class _BackwardPasses:
             autograd.at_end_of_backward(late if averages else end)
         if running is not None:
             running.reached.update(names)
+        elif self.may_be_old:
+            self._note(
+                names,
+                "a backward was left alone, as the graph was built before the intervention was "
+                "added, and DistributedDataParallel overwrites results of that pass",
+            )
 
     def _end(self, task: int, ended: _Pass) -> None:
         if autograd.in_inner_backward() and not ended.averages:
@@ -126,23 +140,21 @@ class _BackwardPasses:
             )
 
     def _apply(self, ended: _Pass, hook: PlacesHook, act: Act) -> None:
-        acting = [ended.averages or place.name in ended.reached for place in hook.places]
-        given = zip(params_at(hook), acting, strict=True)
-        params = [param if acts else None for param, acts in given]
-        grads = [None if param is None else param.grad for param in params]
-        pairs = zip(hook.places, grads, strict=True)
-        gone = [place.name for place, grad in pairs if grad is None and place.name in ended.reached]
+        params = {place.name: cast(nn.Parameter, place.thing) for place in hook.places}
+        gone = [name for name in params if name in ended.reached and params[name].grad is None]
         if gone:
             hook.note(
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"
             )
-        if all(grad is None for grad in grads):  # autograd.grad adds to no .grad
-            return
+        acting = [
+            param if ended.averages or name in ended.reached else None
+            for name, param in params.items()
+        ]
         # Gradients are on only if the backward pass itself made a graph.
-        with torch.set_grad_enabled(any(grad.requires_grad for grad in grads if grad is not None)):
-            del grads
-            act(params)
+        grads = (None if param is None else param.grad for param in acting)
+        with torch.set_grad_enabled(any(grad is not None and grad.requires_grad for grad in grads)):
+            act(*acting)
 
     def _write(self, param: Tensor, grad: Tensor) -> None:
         if self.has_views and param.grad is not None:

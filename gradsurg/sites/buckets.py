@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator
 from torch import Tensor, distributed
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.plugins.fields import validated
+from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites.calls import Shared
 from gradsurg.sites.grads import hook_accumulated, places_of
 from gradsurg.sites.places import Door, Hook, Kind, Named, Stage
@@ -23,17 +23,21 @@ from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need
 
 Bucket = distributed.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented
-Reduce = Literal["allreduce", "fp16", "powerSGD"]
-Average = tuple[Reduce, int]
-"""How gradients are averaged, and the rank of PowerSGD."""
+Reduce = Literal["allreduce", "fp16"]
 
-Future = torch.futures.Future[Tensor]
 
-POWER_SGD_START = 2  # backward passes before PowerSGD begins: the buckets change after the first
+def _refuse_power_sgd(reduce: object) -> object:
+    if reduce == "powerSGD":
+        raise Contradiction(
+            "reduce",
+            "register PyTorch's powerSGD_hook on the model and use Parameters with "
+            "stage='backward_end', or use the transform power_sgd here",
+        )
+    return reduce
 
 
 @cache
-def _kind(stage: Stage, average: Average) -> Kind:
+def _kind(stage: Stage, reduce: Reduce) -> Kind:
     def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
         if autograd.in_backward():
             door.refuse("attached in a backward pass", kind)
@@ -42,14 +46,10 @@ def _kind(stage: Stage, average: Average) -> Kind:
             hook_accumulated(door, places)
             return
         hooks = {cast(Tensor, each.thing): cast(Hook, door.meet(each)) for each in places}
-        # A graph may be there already if it is watched anew: PowerSGD goes on, too.
-        powers: _Powers = door.kept.setdefault(Buckets, WeakKeyDictionary())
-        part = _Part(door, kind, stage, average, hooks, door.stack, powers)
-        for wrapper in [*powers]:
-            _join(part, wrapper)
+        part = _Part(door, kind, stage, reduce, hooks, door.stack)
         when_wrapped(door.model, door.stack, partial(_join, part))
 
-    kind = Kind("Buckets", f"{stage} {average}", params_of, watch, known_at="watch")
+    kind = Kind("Buckets", f"{stage} {reduce}", params_of, watch, known_at="watch")
     return kind
 
 
@@ -63,9 +63,9 @@ class Buckets(ParamSelector):
     `Parameters`. In a program of one process, which sends nothing, both stages act on `.grad` after
     each backward pass.
 
-    `reduce` is the average: `allreduce` as in DistributedDataParallel itself, or PyTorch's
-    communication hook `fp16` or `powerSGD` of rank `power_rank`. All entries are sent, also zeros.
-    The effects have the `bytes` that one process sends for a gradient.
+    `reduce` is the average: `allreduce` as in DistributedDataParallel itself, or `fp16`, PyTorch's
+    communication hook that sends two bytes an entry. All entries are sent, also zeros. The effects
+    have the `bytes` that one process sends for a gradient.
 
     The model has one communication hook, which stays registered and averages as before when no
     surgery is attached. A communication hook of others is refused.
@@ -73,19 +73,14 @@ class Buckets(ParamSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("sent", "reduced")
 
-    reduce: Reduce = "allreduce"
-    power_rank: Annotated[int, Field(ge=1)] = 1
+    reduce: Annotated[Reduce, BeforeValidator(_refuse_power_sgd)] = "allreduce"
 
     @property
     def provides(self) -> frozenset[Need]:
         return frozenset({"value"})
 
     def kind_at(self, stage: Stage | None) -> Kind:
-        return _kind(stage or self.stage or "sent", (self.reduce, self.power_rank))
-
-
-_Powers = WeakKeyDictionary[DistributedDataParallel, powerSGD_hook.PowerSGDState | None]
-"""The wrappers that were met, with the state of PowerSGD."""
+        return _kind(stage or self.stage or "sent", self.reduce)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +90,9 @@ class _Part:
     door: Door
     kind: Kind
     stage: Stage
-    average: Average
+    reduce: Reduce
     hooks: dict[Tensor, Hook]
     stack: ExitStack
-    powers: _Powers
 
 
 _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()
@@ -109,29 +103,22 @@ def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
 
     Raises RuntimeError if the model has another hook, ValueError if others average otherwise.
     """
-    door = part.door
     if wrapper not in _DISPATCHERS:
         # A copy of a model lists the hook of the model, and does not have it.
         own = f"{_average.__module__}.{_average.__qualname__}"
         if others := [name for name in autograd.comm_hooks(wrapper) if name != own]:
-            door.refuse("foreign communication hook", part.kind, hook=others[0])
+            part.door.refuse("foreign communication hook", part.kind, hook=others[0])
         assert wrapper.process_group is not None
         _DISPATCHERS[wrapper] = _Dispatcher(wrapper.process_group)
         wrapper.register_comm_hook(_DISPATCHERS[wrapper], _average)
-    dispatcher = _DISPATCHERS[wrapper]
-    if part in dispatcher.parts:
-        return
-    for other in dispatcher.parts:
-        if other.average != part.average:
-            door.refuse("different averages", part.kind, found=other.average, own=part.average)
-    if wrapper not in part.powers:
-        reduce, rank = part.average
-        make = partial(powerSGD_hook.PowerSGDState, start_powerSGD_iter=POWER_SGD_START)
-        part.powers[wrapper] = make(dispatcher.group, rank) if reduce == "powerSGD" else None
-    if not dispatcher.parts:
-        dispatcher.power_state = part.powers[wrapper]
-    dispatcher.parts.append(part)
-    part.stack.callback(dispatcher.remove, part)
+    parts = _DISPATCHERS[wrapper].parts
+    for other in parts:
+        if other.reduce != part.reduce:
+            found = {"found": other.reduce, "own": part.reduce}
+            part.door.refuse("different averages", part.kind, **found)
+    if part not in parts:  # the model is called again
+        parts.append(part)
+        part.stack.callback(parts.remove, part)
 
 
 @dataclass(eq=False)
@@ -140,70 +127,42 @@ class _Dispatcher:
 
     group: distributed.ProcessGroup
     parts: list[_Part] = field(default_factory=list)
-    power_state: powerSGD_hook.PowerSGDState | None = None
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         return object, ()  # a copy of the model, or one that is saved, has no surgery
-
-    def remove(self, part: _Part) -> None:
-        """Detach a part."""
-        self.parts.remove(part)
-        if not self.parts:
-            self.power_state = None
 
     def transform(self, bucket: Bucket, stage: Stage) -> None:
         """Call the hooks of a stage."""
         for part in self.parts:
             for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                hook = part.hooks.get(param)
-                if part.stage != stage or hook is None:
-                    continue
-                # A copy, because a state may keep the gradient and the bucket is used again.
-                result = hook.call(view.clone(), param)
-                if result is not None:
-                    view.copy_(result)
+                if part.stage == stage and param in part.hooks:
+                    # A copy, because a state may keep the gradient and the bucket is used again.
+                    result = part.hooks[param].call(view.clone(), param)
+                    if result is not None:
+                        view.copy_(result)
 
-    def reduce(self, bucket: Bucket) -> Future:
-        """Average the gradients of a bucket, and count the bytes that this process sends."""
-        (reduce, _), power, n = self.parts[0].average, self.power_state, self.group.size()
-        for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            entries, width = view.numel(), 2 if reduce == "fp16" else view.element_size()
-            if power is not None and power.iter >= POWER_SGD_START:
-                entries = _power_sgd_entries(view, power.matrix_approximation_rank)
-            for part in self.parts:
+    def count_bytes(self, bucket: Bucket) -> None:
+        """Count the bytes that this process sends for each gradient."""
+        n = self.group.size()
+        for part in self.parts:
+            for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 if param in part.hooks:
-                    part.hooks[param].count_bytes(round(2 * (n - 1) / n * entries * width))
-        if power is not None:
-            # It waits for itself several times, and two buckets at once would mix their messages.
-            return _done(powerSGD_hook.powerSGD_hook(power, bucket).wait())
-        if reduce == "fp16":
-            return default_hooks.fp16_compress_hook(self.group, bucket)
-        return default_hooks.allreduce_hook(self.group, bucket)
+                    width = 2 if part.reduce == "fp16" else view.element_size()
+                    part.hooks[param].count_bytes(round(2 * (n - 1) / n * view.numel() * width))
 
 
 # PyTorch checks this signature.
 def _average(dispatcher: _Dispatcher, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
     """Average one bucket, transformed before and after."""
-    if not dispatcher.parts:
-        return default_hooks.allreduce_hook(dispatcher.group, bucket)
+    parts = dispatcher.parts
     dispatcher.transform(bucket, "sent")
-    future = dispatcher.reduce(bucket)
-    if any(part.stage == "reduced" for part in dispatcher.parts):
+    dispatcher.count_bytes(bucket)
+    is_fp16 = any(part.reduce == "fp16" for part in parts)
+    average = default_hooks.fp16_compress_hook if is_fp16 else default_hooks.allreduce_hook
+    future = average(dispatcher.group, bucket)
+    if any(part.stage == "reduced" for part in parts):
         bucket.buffer().copy_(future.wait())
         dispatcher.transform(bucket, "reduced")
-        future = _done(bucket.buffer())
+        future = torch.futures.Future[Tensor]()
+        future.set_result(bucket.buffer())
     return future
-
-
-def _done(buffer: Tensor) -> Future:
-    future = torch.futures.Future[Tensor]()
-    future.set_result(buffer)
-    return future
-
-
-def _power_sgd_entries(grad: Tensor, rank: int) -> int:
-    """The numbers that PowerSGD sends for a gradient: two factors, unless it is not much less."""
-    rows = grad.shape[0] if grad.ndim else 1
-    columns = grad.numel() // max(rows, 1)
-    factors = (rows + columns) * min(rank, rows, columns)
-    return factors if factors * 2 < grad.numel() else grad.numel()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from gradsurg.sites.places import Door, Kind, Named, Place, PlacesHook, ReadTensor, SiteFn
+from gradsurg.sites.places import Door, Kind, ListedFn, Named, Place, PlacesHook, ReadTensor
 from gradsurg.sites.step_hooks import Action, Params, StepActions
 from gradsurg.torch_internals import autograd
 
 Around = Callable[[], AbstractContextManager[object]]
-Act = Callable[[Sequence[Tensor | None]], None]
-"""Transforms the `.grad`s of parameters; None stands for one that is left alone."""
+Act = Callable[..., None]
+"""Transforms a tensor of each of the parameters that it gets; None stands for one left alone."""
 
 
 def places_of(
@@ -110,19 +110,83 @@ class Steps:
         return ""
 
 
-@torch.no_grad()
-def edit(
-    hook: PlacesHook,
-    params: Params,
-    read: Callable[[nn.Parameter], Tensor | None],
-    write: Callable[[nn.Parameter, Tensor, Tensor], None],
-) -> None:
-    """Transform a tensor of each parameter; `write` it and the result once all are there."""
-    values = [None if param is None else read(param) for param in params]
-    results = list(hook([*values]))
-    for param, value, result in zip(params, values, results, strict=True):
-        if param is not None and value is not None and not (result is None or result is value):
-            write(param, value, result)
+def _set_grad(param: Tensor, grad: Tensor) -> None:
+    param.grad = grad
+
+
+def _itself(param: Tensor) -> Tensor:
+    return param
+
+
+@dataclass(frozen=True)
+class Access:
+    """How hooks read a tensor of a parameter, as its gradient, and its value, and write a result.
+
+    `around` is entered while hooks run.
+    """
+
+    read: Callable[[Any], Tensor | None] = attrgetter("grad")  # Any: a parameter, here and below
+    write: Callable[[Any, Tensor], None] = _set_grad
+    value: Callable[[Any], Tensor | None] = _itself
+    around: Around = nullcontext
+
+
+PLAIN = Access()
+
+
+def actor(hook: PlacesHook, access: Access = PLAIN) -> Act:
+    """Return a function that transforms a tensor of each parameter at the places of a hook.
+
+    A transform of single tensors gets one after the other, a group transform all of them.
+    """
+    hook.values = readers(hook, access.value)
+    if hook.scope == "group":
+        return partial(_act_together, hook, access)
+    return partial(_act_on_each, hook.calls, access)
+
+
+def readers(hook: PlacesHook, read: Callable[[Any], Tensor | None]) -> list[ReadTensor]:
+    """Return functions that read a tensor of each parameter at the places of a hook."""
+
+    def read_of(held: "ref[Any]") -> Tensor | None:
+        param = held()
+        return None if param is None else read(param)
+
+    return [partial(read_of, place.held) for place in hook.places]
+
+
+def hook_accumulated(door: Door, places: Sequence[Place]) -> None:
+    """Hook the `.grad` of each parameter, after each backward pass has added to it."""
+    access: dict[Place, Access] = {}
+    for each in door.meet_all(places):
+        access |= dict.fromkeys(each.places, access_to(door, each))
+    for place in places:
+        param, hook = cast(nn.Parameter, place.thing), door.meet(place)
+        assert hook is not None
+        act = partial(_act_on_each, [hook.call], access.get(place, PLAIN))
+        door.stack.callback(param.register_post_accumulate_grad_hook(act).remove)
+
+
+def _act_on_each(calls: Sequence[ListedFn], access: Access, *params: Tensor | None) -> None:
+    read, write, value = access.read, access.write, access.value
+    with access.around():
+        for param, call in zip(params, calls, strict=True):
+            if param is not None:
+                result = call(read(param), value(param))
+                if result is not None:
+                    write(param, result)
+
+
+def _act_together(hook: PlacesHook, access: Access, *params: Tensor | None) -> None:
+    with access.around():
+        before = [None if param is None else access.read(param) for param in params]
+        results = hook(before)
+        if results is before:
+            return
+        del before  # the hook frees each tensor when its result is there
+        for param, result in zip(params, results, strict=True):
+            if param is not None and result is not None:
+                access.write(param, result)
 
 
 def write_value(
@@ -136,92 +200,6 @@ def write_value(
     param.copy_(new if keeps is None else torch.where(keeps, param, new))
     if torch.is_autocast_cache_enabled():  # it holds casts of the weights before
         torch.clear_autocast_cache()
-
-
-def _set_grad(param: Tensor, grad: Tensor) -> None:
-    param.grad = grad
-
-
-def _itself(param: Tensor) -> Tensor:
-    return param
-
-
-@dataclass(frozen=True)
-class Access:
-    """How hooks read the gradient and the value of a parameter, and write a new gradient.
-
-    `around` is entered while hooks run.
-    """
-
-    read: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-    write: Callable[[Tensor, Tensor], None] = _set_grad
-    value: Callable[[Tensor], Tensor | None] = _itself
-    around: Around = nullcontext
-
-
-PLAIN = Access()
-
-
-def actor(hook: PlacesHook, access: Access = PLAIN) -> Act:
-    """Return a function that transforms the `.grad`s of the parameters at the places of a hook.
-
-    A transform of single tensors gets one after the other, a group transform all of them.
-    """
-    read, write, value = access.read, access.write, access.value
-    calls, hook.values = hook.calls, readers(hook, value)
-
-    def act_on_each(params: Sequence[Tensor | None]) -> None:
-        with access.around():
-            for param, call in zip(params, calls, strict=True):
-                if param is not None:
-                    result = call(read(param), value(param))
-                    if result is not None:
-                        write(param, result)
-
-    def act_together(params: Sequence[Tensor | None]) -> None:
-        grads = [None if param is None else read(param) for param in params]
-        with access.around():
-            results = hook(grads)
-            if results is grads:
-                return
-            del grads  # the hook frees each gradient when its result is there
-            for param, result in zip(params, results, strict=True):
-                if param is not None and result is not None:
-                    write(param, result)
-
-    return act_together if hook.scope == "group" else act_on_each
-
-
-def readers(
-    hook: PlacesHook, value: Callable[[Tensor], Tensor | None] = _itself
-) -> list[ReadTensor]:
-    """Return functions that read the values of the parameters at the places of a hook."""
-
-    def read(held: "ref[Any]") -> Tensor | None:
-        param = held()
-        return None if param is None else value(param)
-
-    return [partial(read, place.held) for place in hook.places]
-
-
-def hook_accumulated(door: Door, places: Sequence[Place]) -> None:
-    """Hook the `.grad` of each parameter, after each backward pass has added to it."""
-    access_at: dict[Place, Access] = {}
-    for each in door.meet_all(places):
-        access_at |= dict.fromkeys(each.places, access_to(door, each))
-    for place in places:
-        param, hook = cast(nn.Parameter, place.thing), door.meet(place)
-        assert hook is not None
-        act = partial(_replace_grad, hook.call)
-        if (access := access_at.get(place, PLAIN)) != PLAIN:
-            act = partial(_replace_part, hook.call, access.around)
-        door.stack.callback(param.register_post_accumulate_grad_hook(act).remove)
-
-
-def _replace_grad(call: SiteFn, param: Tensor) -> None:
-    result = call(param.grad, param)
-    if result is not None:
-        param.grad = result
 
 
 # Parameters of `fully_shard`, whose `.grad`s are averages, each process having a part.
@@ -266,13 +244,6 @@ def access_to(door: Door, hook: PlacesHook) -> Access:
 
 def _whole(tensor: Any) -> Tensor | None:  # Any: a DTensor, a tensor or None
     return tensor.full_tensor() if autograd.is_sharded(tensor) else tensor
-
-
-def _replace_part(call: SiteFn, around: Around, param: Tensor) -> None:
-    with around():
-        result = call(_part(param))
-        if result is not None:
-            _write_part(param, result)
 
 
 def _part(param: Tensor) -> Tensor | None:

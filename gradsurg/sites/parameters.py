@@ -43,7 +43,7 @@ def _watch_backward_end(door: Door, found: Sequence[Named], shared: Shared) -> N
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
     def make(hook: PlacesHook, params: Params, _: object) -> tuple[Action, None]:
-        return partial(actor(hook, access_to(door, hook)), params), None
+        return partial(actor(hook, access_to(door, hook)), *params), None
 
     Steps(door, STEP, make, is_joint=True).hook(found)
 

@@ -66,6 +66,10 @@ ReadTensor = Callable[[], Tensor | None]
 """Returns the tensor at a site: the value whose gradient passes, or a gradient."""
 
 
+ListedFn = Callable[[Tensor | None, Tensor | None], Tensor | None]
+"""A `GradFn` that gets the tensor at its place, too."""
+
+
 class SiteFn(Protocol):
     """A `GradFn` that accepts three more arguments at each call.
 
@@ -527,7 +531,7 @@ class PlacesHook(Protocol):
     def places(self) -> Sequence[Place]: ...
 
     @property
-    def calls(self) -> Sequence[SiteFn]: ...
+    def calls(self) -> Sequence[ListedFn]: ...
 
     @property
     def is_new(self) -> bool: ...

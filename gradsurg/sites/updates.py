@@ -4,7 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared
-from gradsurg.sites.grads import Steps, edit, params_at, readers, write_value
+from gradsurg.sites.grads import Access, Steps, actor, readers, write_value
 from gradsurg.sites.places import Door, Kind, Named, PlacesHook, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
 from gradsurg.sites.step_hooks import Action, Params
@@ -24,19 +24,19 @@ def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
     def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
-        hook.values = [partial(before.get, param) for param in params_at(hook)]
-        hook.gradients = [partial(_gradient, param) for param in params_at(hook)]
-
         def read(param: nn.Parameter) -> Tensor | None:
             # There is no copy if it was attached during the step.
             has_update = param.grad is not None and param in before
             return param - before[param] if has_update else None
 
-        def write(param: nn.Parameter, update: Tensor, result: Tensor) -> None:
+        def write(param: nn.Parameter, result: Tensor) -> None:
             # before + (after - before) is rounded, and is not `after`
-            write_value(optimizer, param, before[param] + result, keeps=result == update)
+            keeps = result == param - before[param]
+            write_value(optimizer, param, before[param] + result, keeps)
 
-        return None, partial(edit, hook, params, read, write)
+        hook.gradients = readers(hook, _gradient)
+        act = actor(hook, Access(read, write, before.get, torch.no_grad))
+        return None, partial(act, *params)
 
     Steps(door, UPDATES, make, copies=True).hook(found)
 
@@ -45,29 +45,28 @@ def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
     def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[Action, Action]:
-        hook.values, names = readers(hook), [place.name for place in hook.places]
+        names = {cast(nn.Parameter, place.thing): place.name for place in hook.places}
         key = f"optimizer{door.steps.optimizers.index(optimizer)}"
-        treated: dict[str, Tensor] = {}  # the gradients
+        treated: dict[nn.Parameter, Tensor] = {}  # the gradients
+        act = actor(hook, Access(write=treated.__setitem__))
 
         def treat() -> None:
-            results = hook([None if param is None else param.grad for param in params])
             treated.clear()
-            pairs = zip(names, results, strict=True)
-            treated.update({name: grad.detach() for name, grad in pairs if grad is not None})
+            grads = {param: param.grad for param in params if param is not None}
+            treated.update({param: grad for param, grad in grads.items() if grad is not None})
+            act(*params)
 
         @torch.no_grad()
         def match() -> None:
-            # Neither is there if it was attached during the step.
-            pairs = zip(names, params, strict=True)
-            there = ((name, param) for name, param in pairs if param is not None)
-            named = {name: param for name, param in there if param in before and name in treated}
-            copies = {name: before[param].clone() for name, param in named.items()}
-            for name, copied in copies.items():
-                copied.grad = treated[name]
+            copies: dict[nn.Parameter, Tensor] = {}
+            for param, grad in treated.items():
+                if param in before:  # there is no copy if it was attached during the step
+                    copies[param] = before[param].clone()
+                    copies[param].grad = grad.detach()
             if copies:
-                _step_second(optimizer, named, copies, hook.state(key))
-            for name, param in named.items():
-                update, wanted = param - before[param], copies[name] - before[param]
+                _step_second(optimizer, names, copies, hook.state(key))
+            for param, copied in copies.items():
+                update, wanted = param - before[param], copied - before[param]
                 keeps = (wanted == update).all()  # before + (after - before) is rounded
                 write_value(optimizer, param, before[param] + norm_matched(update, wanted), keeps)
 
@@ -145,29 +144,33 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
 
 def _step_second(
     optimizer: Optimizer,
-    params: Mapping[str, nn.Parameter],
-    copies: Mapping[str, Tensor],
+    names: Mapping[nn.Parameter, str],
+    copies: Mapping[nn.Parameter, Tensor],
     state: dict[str, Tensor],
 ) -> None:
-    """Step the second optimizer, which has `state`, on copies of the parameters by their names."""
+    """Step the second optimizer, which has `state`, on copies of the parameters.
+
+    The entries of the state go by the names of the parameters.
+    """
     second = copy.copy(optimizer)  # without hooks, as Optimizer.__getstate__ leaves out
     for attribute in ("grad_scale", "found_inf"):  # of a GradScaler, read by fused optimizers
         setattr(second, attribute, getattr(optimizer, attribute, None))
-    by_param = {params[name]: copied for name, copied in copies.items()}
     second.param_groups = [
-        {**group, "params": [by_param[p] for p in group["params"] if p in by_param]}
+        {**group, "params": [copies[p] for p in group["params"] if p in copies]}
         for group in optimizer.param_groups
     ]
     second.state = defaultdict(dict)
+    by_name = {names[param]: param for param in copies}
     for key, entry in state.items():
         name, _, part = key.rpartition(".")
-        if name in copies:  # Adam's `step` is on the CPU, also after a checkpoint was loaded
-            like = optimizer.state[params[name]].get(part, entry)
+        param = by_name.get(name)
+        if param is not None:  # Adam's `step` is on the CPU, also after loading
+            like = optimizer.state[param].get(part, entry)
             # A copy: optimizers write in place, and a `state_dict` has this tensor.
-            second.state[copies[name]][part] = entry.to(like.device, copy=True)
+            second.state[copies[param]][part] = entry.to(like.device, copy=True)
     second.step()
-    for name, copied in copies.items():
-        for part, entry in second.state[copied].items():
+    for name, param in by_name.items():
+        for part, entry in second.state[copies[param]].items():
             if isinstance(entry, Tensor):
                 state[f"{name}.{part}"] = entry
             elif entry is not None:  # as the momentum of SGD without momentum

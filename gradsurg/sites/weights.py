@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared
-from gradsurg.sites.grads import Steps, edit, params_at, places_of, write_value
+from gradsurg.sites.grads import Access, Steps, actor, params_at, places_of, write_value
 from gradsurg.sites.places import Door, Kind, Named, PlacesHook, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
 from gradsurg.sites.step_hooks import Action, Params
@@ -67,8 +68,11 @@ class Weights(ParamSelector):
 def _editor(hook: PlacesHook, params: Params, optimizer: Optimizer | None = None) -> Action:
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
 
-    def write(param: nn.Parameter, value: Tensor, result: Tensor) -> None:
-        is_view = result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    def write(param: nn.Parameter, result: Tensor) -> None:
+        if result.is_set_to(param):  # it is unchanged
+            return
+        is_view = result.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
         write_value(optimizer, param, result.clone() if is_view else result)
 
-    return partial(edit, hook, params, Tensor.detach, write)
+    access = Access(Tensor.detach, write, value=lambda _: None, around=torch.no_grad)
+    return partial(actor(hook, access), *params)

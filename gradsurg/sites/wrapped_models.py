@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from weakref import ref
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,17 +37,23 @@ def refuse_static_graph(at: Selector, model: nn.Module, stack: ExitStack) -> Non
     when_wrapped(model, stack, check)
 
 
+def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return each DistributedDataParallel that is known to be in or around the model."""
+    around = WRAPPERS[model]() if model in WRAPPERS else None
+    parts = model.modules() if around is None else [around]
+    return [part for part in parts if isinstance(part, DistributedDataParallel)]
+
+
 def when_wrapped(
     model: nn.Module, stack: ExitStack, act: Callable[[DistributedDataParallel], None]
 ) -> None:
     """Call `act` with each DistributedDataParallel in or around the model.
 
-    One inside the model is found at once, one around it when the model is called.
+    One inside the model is found at once, one around it when the model is called, or at once if it
+    was found before.
     """
-    wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-    around = WRAPPERS[model]() if model in WRAPPERS else None
-    if wrappers or around is not None:
-        for wrapper in wrappers if around is None else [around]:
+    if wrappers := wrappers_of(model):
+        for wrapper in wrappers:
             act(wrapper)
     elif distributed.is_available() and distributed.is_initialized():
 
@@ -54,6 +61,7 @@ def when_wrapped(
         def hook(module: nn.Module, args: tuple[object, ...]) -> None:
             wrapper = autograd.active_ddp()
             if wrapper is not None:
+                WRAPPERS[model] = ref(wrapper)
                 act(wrapper)
 
         stack.callback(model.register_forward_pre_hook(hook).remove)

@@ -1,5 +1,7 @@
 """Stage `backward_end`: all `.grad`s at once, when a backward has ended, and once."""
 
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +267,35 @@ def test_on_several_ranks_it_acts_on_the_averaged_gradients(count: int) -> None:
         "unused on a rank": [2.0, pytest.approx(1 / count)],
         "no_sync": [12.0, 12.0],
     }
+
+
+def _added(ranks: Ranks, folder: Path) -> list[tuple[list[float | None], dict[str, int], str]]:
+    """Add an intervention after a forward, with or without `no_sync`, of gradients 1 and 5."""
+    x, found = torch.tensor([1.0, 5.0][ranks.rank]), []
+    for syncs in (True, False):
+        net = Weighted()
+        net.register_parameter("c", None)
+        outer = DistributedDataParallel(net)
+        live = gs.Surgery(gs.Intervention(gs.Identity(), gs.Weights(stage="forward"))).start(outer)
+        with nullcontext() if syncs else outer.no_sync():
+            loss = outer(x, x)
+            live.add(gs.Intervention(gs.Clip(2.0), _at()))
+            loss.backward()
+        first = _grads(net)
+        outer.zero_grad()
+        outer(x, x).backward()
+        calls = {entry.site: entry.calls for entry in live.ledger if entry.intervention == "clip"}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            live.close()
+        texts = " ".join(str(warning.message) for warning in caught)
+        found.append(([*first, *_grads(net)], calls, texts))
+    return found
+
+
+def test_a_graph_of_ddp_that_was_built_before_is_left_alone_and_told() -> None:
+    (grads, calls, text), others = in_ranks(2, _added)
+    assert grads == [3.0, 3.0, 2.0, 2.0]
+    assert calls == {"a": 1, "b": 1}
+    assert "the graph was built before the intervention was added" in text
+    assert others == ([1.0, 1.0, 2.0, 2.0], calls, "")

@@ -21,14 +21,14 @@ class OneCommunicationHook(Pitfall):
 
     context, kinds = "foreign communication hook", "Buckets"
     why = "the model has the communication hook {hook} already, and can have only one"
-    instead = "Use Buckets(reduce=...) in its place"
+    instead = "Use Parameters with stage='backward_end', which acts after it"
 
 
 class OneAverage(OneCommunicationHook):
     """That hook averages a whole bucket in one way."""
 
     context, error = "different averages", ValueError
-    why = "all of a model need the same reduce and power_rank, found {found} and {own}"
+    why = "all of a model need the same reduce, found {found} and {own}"
     instead = ""
 
 
