@@ -172,7 +172,8 @@ class Shared:
 
     def untraced(self, hook: Callable[..., None]) -> Callable[..., object]:
         """Wrap a hook of the model, left out of compiled code if no kind needs numbers there."""
-        return self._left_out.hook(hook)
+        # Dynamo does not even look at one that is needed from the start.
+        return compiling.untraced(hook) if self._left_out.needed else self._left_out.hook(hook)
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, ...]]:
