@@ -16,7 +16,7 @@ from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.places import SCALED, Ask, Selector, Stage
-from gradsurg.sites.selection import names_of, params_of
+from gradsurg.sites.selection import names_of, params_by_name
 from gradsurg.transforms.base import (
     SKIPPED,
     SPARSE_RULE,
@@ -286,7 +286,7 @@ class Intervention:
         is_used = (links or self.checking_links) and self.acts_on_parameters
         if not is_used:
             return
-        params, sites = params_of(model), self.at.find(model)
+        params, sites = params_by_name(model), self.at.find(model)
         for link in self.checking_links:
             link.check_parameters({site: params[site] for site in sites})
         for link, per in links:
@@ -315,7 +315,7 @@ class Intervention:
             is_sparse = isinstance(module, TABLES) and module.sparse
             for param in module.parameters(recurse=False):
                 uses[param] = uses.get(param, True) and is_sparse
-        params = params_of(model)
+        params = params_by_name(model)
         for site in self.at.find(model):
             if site in params and uses[params[site]] and params[site].requires_grad:
                 raise ValueError(

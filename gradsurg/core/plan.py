@@ -10,7 +10,7 @@ from gradsurg.core.intervention import Intervention
 from gradsurg.core.pitfalls import visible_rows
 from gradsurg.core.traced import why_it_breaks
 from gradsurg.sites.model_tree import tree
-from gradsurg.sites.selection import inner_model, params_of
+from gradsurg.sites.selection import inner_model, params_by_name
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.torch_internals import compiling
 from gradsurg.transforms.base import Stateless, init_all
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def plan_of(surgery: "Surgery", model: nn.Module, example_input: Any) -> str:
     """Return the text of `Surgery.plan`."""
     outer, model = model, inner_model(model)
-    params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
+    params = {name: TensorSpec.of(param) for name, param in params_by_name(model).items()}
     parts = []
     for item, labels in zip(surgery.interventions, surgery.labels, strict=True):
         if item.aggregator is not None:

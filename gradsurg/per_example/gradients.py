@@ -33,7 +33,7 @@ from gradsurg.per_example.layers import (
     rule_of,
 )
 from gradsurg.per_example.recorder import BackwardRecord, Recorder, UnitCall, tensors_in
-from gradsurg.sites.selection import params_of
+from gradsurg.sites.selection import params_by_name
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import Transform, TransformContext, Wrapper
 from gradsurg.transforms.per_sample import PerSample
@@ -105,7 +105,7 @@ class ExampleSource:
                 "PerSample: no backward pass of the model was recorded in this step: call the "
                 "model itself, with the batch as the first axis of its first tensor"
             )
-        params = params_of(self.attachment.model)
+        params = params_by_name(self.attachment.model)
         of_sites = {site: params[site] for site in sites}
         examples = ExampleGradients(self.recorder, of_sites, grads, self.is_mean)
         if not self._is_checked or len(self.recorder.records) > 1:

@@ -1,6 +1,7 @@
 """The calls of modules, numbered once for all kinds of site, and hooks on modules and tensors."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.sites.places import Door, Hook, Kind, Named
+from gradsurg.sites.places import Door, Hook, Kind, Named, Traced
 from gradsurg.sites.selection import OUTSIDE, names_of, scanned
 from gradsurg.sites.tensors import with_value
 from gradsurg.torch_internals import autograd, compiling, module_hooks
+
+Args = tuple[object, ...]
+Keywords = dict[str, Any]  # Any: a user's values
 
 Call = tuple[str, int]
 """A call of a module: the name that it goes by, and its index among those, or OUTSIDE."""
@@ -31,10 +35,8 @@ class CallNumbers:
     is what a kind remembers until the next call of the model.
     """
 
-    __slots__ = ("_counts", "_graphless", "_names", "_others", "at_end", "depth", "kept", "running")
-
-    def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[int, tuple[str, ...]], left_out: compiling.LeftOut) -> None:
+        self._names, self._left_out = names, left_out
         self._counts: dict[int, int] = {}
         self._graphless: list[tuple[int, int, Call]] = []
         self._others: dict[int, nn.Module] = {}  # held, as the identity of one is its number
@@ -70,6 +72,8 @@ class CallNumbers:
             names = (other,)
             if self.depth:
                 self._others[key] = module
+        if not self.depth:
+            self._number_compiled()
         index = self._counts.get(key, 0) if self.depth else OUTSIDE
         self._counts[key] = index + 1
         if len(names) == 1 or index == OUTSIDE:
@@ -79,6 +83,13 @@ class CallNumbers:
         if not torch.is_grad_enabled():
             self._note_graphless(key, call)
         return call
+
+    def _number_compiled(self) -> None:
+        """Number the calls from this one on, if compiled code has left out the beginning."""
+        left_out = self._left_out
+        if left_out.has_any and self not in left_out.needed and compiling.in_compiled():
+            left_out.needed.append(self)
+            self.begin()
 
     @property
     def has_graphless(self) -> bool:
@@ -129,8 +140,8 @@ class CallNumbers:
 class ThreadCalls(threading.local):
     """The `calls` of each thread: sequence numbers and running calls are those of a thread."""
 
-    def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
-        self.calls = CallNumbers(names)
+    def __init__(self, names: Mapping[int, tuple[str, ...]], left_out: compiling.LeftOut) -> None:
+        self.calls = CallNumbers(names, left_out)
 
 
 class Shared:
@@ -143,7 +154,7 @@ class Shared:
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self.threads: list[ThreadCalls] = []
-        self._breaking: list[ThreadCalls] = []  # of the kinds that break compiled graphs
+        self._left_out = compiling.LeftOut()  # if no kind needs numbers in compiled code
         self._stack = ExitStack()
 
     def follow(self, stack: ExitStack, *, is_traced: bool = False) -> ThreadCalls:
@@ -151,17 +162,18 @@ class Shared:
 
         `is_traced` says that its hooks need no numbers in compiled code.
         """
-        thread = ThreadCalls(self._names)
-        for threads in (self.threads, *[self._breaking] * (not is_traced)):
-            threads.append(thread)
-            stack.callback(threads.remove, thread)
+        thread = ThreadCalls(self._names, self._left_out)
+        self.threads.append(thread)
+        stack.callback(self.threads.remove, thread)
+        if not is_traced:
+            self._left_out.needed.append(thread)
+            stack.callback(self._left_out.needed.remove, thread)
         return thread
 
     def untraced(self, hook: Callable[..., None]) -> Callable[..., object]:
-        """Wrap a hook of the model: compiled code does without it if no kind needs numbers there,
-        and is left otherwise, as it would lose the side effects.
-        """
-        return (compiling.untraced if self._breaking else compiling.left_out)(hook)
+        """Wrap a hook of the model, left out of compiled code if no kind needs numbers there."""
+        # Dynamo does not even look at one that is needed from the start.
+        return compiling.untraced(hook) if self._left_out.needed else self._left_out.hook(hook)
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, ...]]:
@@ -216,42 +228,71 @@ class Shared:
         self._stack.close()
 
 
-def register(
-    door: Door,
-    found: Sequence[Named],
-    before: Callable[..., object],
-    after: Callable[..., object],
-    *,
-    makes_alias: bool = False,
-    always: bool = False,
-    traced: Mapping[nn.Module, Callable[..., object]] | None = None,
-) -> None:
-    """Register a pre-hook and a hook with keyword arguments on modules.
+class WatchedCalls(ABC):
+    """The tensors that modules take or return, hooked in each call by `before` and `after`.
 
-    `traced` has the function that takes the place of both in compiled code: of the pre-hook if that
-    makes aliases, else of the hook. A module without one breaks the compiled graph.
-
-    `always` calls the hook after a call that raises, too. `makes_alias` says that the pre-hook puts
-    aliases in the place of inputs: it runs after those that do not, as these hook the inputs
-    themselves.
+    In compiled code `traced` takes the place of the one that acts, and the other is left out. A
+    module that is not in `hooks` breaks the compiled graph. So does a call that cannot be traced:
+    from then on both hooks run, and the calls are numbered.
     """
-    plain_before, plain_after = compiling.untraced(before), compiling.untraced(after)
-    vars(plain_before)["makes_alias"] = makes_alias
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        first, last = plain_before, plain_after
-        if traced and module in traced:
-            if makes_alias:
-                first = compiling.traceable(before, traced[module])
-                last = compiling.left_out(after)
-            else:
-                first = compiling.left_out(before)
-                last = compiling.traceable(after, traced[module])
-            vars(first)["makes_alias"] = makes_alias
-        handle = module_hooks.register_pre_hook_before(_makes_alias, module, first)
-        door.stack.callback(handle.remove)
-        handle = module.register_forward_hook(last, with_kwargs=True, always_call=always)
-        door.stack.callback(handle.remove)
+
+    acts_before = False  # and puts aliases in the place of inputs
+    always_ends = False  # whether `after` is called after a call that raises, too
+
+    def __init__(
+        self,
+        kind: Kind,
+        door: Door,
+        found: Sequence[Named],
+        shared: Shared,
+        hooks: Mapping[nn.Module, Traced],
+    ) -> None:
+        refuse_scripted(door, kind, found)
+        self.kind, self.door = kind, door
+        self.thread = shared.follow(door.stack, is_traced=len(hooks) == len(found))
+        for _, module, _ in found:
+            assert isinstance(module, nn.Module)
+            first, last = compiling.untraced(self.before), compiling.untraced(self.after)
+            if (hook := hooks.get(module)) is not None:
+                first, last = self._in_graph(hook)
+            vars(first)["makes_alias"] = self.acts_before
+            # Those that do not make aliases hook the inputs themselves: they run first.
+            handle = module_hooks.register_pre_hook_before(_makes_alias, module, first)
+            door.stack.callback(handle.remove)
+            handle = module.register_forward_hook(
+                last, with_kwargs=True, always_call=self.always_ends
+            )
+            door.stack.callback(handle.remove)
+
+    @abstractmethod
+    def before(self, module: nn.Module, args: Args, kwargs: Keywords) -> object:
+        """The pre-hook of a module."""
+
+    @abstractmethod
+    def after(self, module: nn.Module, args: Args, kwargs: Keywords, output: object) -> object:
+        """The hook of a module."""
+
+    @abstractmethod
+    def traced(self, hook: Traced, args: Args, kwargs: Keywords, output: object = None) -> object:
+        """The one that acts, in compiled code; None if only the untraced one can."""
+
+    def _in_graph(self, hook: Traced) -> list[Callable[..., object]]:
+        """Return the pre-hook and the hook of a module for compiled code."""
+        order = -1 if self.acts_before else 1
+        other, acts = [self.before, self.after][::order]
+        left_out = compiling.LeftOut()
+
+        def untraced(*given: Any) -> object:  # Any: the arguments of one of the two
+            left_out.needed[:] = [hook]
+            return acts(*given)
+
+        leave_graph = compiling.untraced(untraced)
+
+        def traced(module: nn.Module, *given: Any) -> object:  # Any: as above
+            result = None if left_out.needed else self.traced(hook, *given)
+            return leave_graph(module, *given) if result is None else result
+
+        return [left_out.hook(other), compiling.traceable(acts, traced)][::order]
 
 
 def _makes_alias(hook: object) -> bool:

@@ -9,12 +9,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Memory, Named, Place, Stage, Things
-from gradsurg.sites.selection import ROOT, Range, all_frozen, in_range
-from gradsurg.sites.selectors import ModuleSelector, params_of
+from gradsurg.sites.selection import Range
+from gradsurg.sites.selectors import (
+    ModuleSelector,
+    fits_shape,
+    near_in,
+    params_of,
+    refuse_exported,
+    refuse_frozen,
+)
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need
@@ -202,16 +208,10 @@ class Captured(ModuleSelector):
         return frozenset({"value"})
 
     def near(self, named: Named) -> Sequence[str]:
-        param = named.thing
-        if not isinstance(param, Tensor):
+        if not isinstance(named.thing, Tensor):
             return super().near(named) if self.ndim is None and self.size is None else ()
-        fits = (
-            self.call is None
-            and (self.ndim is None or in_range(param.ndim, self.ndim))
-            and (self.size is None or in_range(param.numel(), self.size))
-            and self.matching(named)
-        )
-        return named.names[:1] if fits else ()
+        is_chosen = self.call is None and fits_shape(named.thing, self.ndim, self.size)
+        return named.names[:1] if is_chosen and self.matching(named) else ()
 
     def offers(self, named: Named) -> Sequence[str]:
         return named.names[:1] if isinstance(named.thing, Tensor) else super().offers(named)
@@ -223,19 +223,13 @@ class Captured(ModuleSelector):
         return place.call is None or super().picks(place)
 
     def check(self, things: Things, memory: Memory) -> None:
-        near = {name for _, name in memory.near[self]}
-        found = [named for named in things[CAPTURED] if not near.isdisjoint(named.names)]
-        params = [named for named in found if isinstance(named.thing, Tensor)]
-        if not all(named.is_frozen for named in params):
+        found = near_in(things[CAPTURED], self, memory)
+        if any(isinstance(named.thing, Tensor) and not named.is_frozen for named in found):
             return
-        model = next(named.owners[0] for named in things[CAPTURED] if ROOT in named.names)
-        if ROOT not in near and compiling.is_exported(model):
-            raise refusal(self, "torch.export")
+        refuse_exported(self, things[CAPTURED], found)
         if not found:
-            names = [name for named in things[CAPTURED] for name in named.names if name != ROOT]
-            raise self.nothing_near(names)
-        if len(params) == len(found):
-            raise all_frozen(self, [named.names[0] for named in params])
+            raise self.nothing_near(things[CAPTURED])
+        refuse_frozen(self, self.pattern, found)
 
 
 def _version(tensor: Any) -> int:

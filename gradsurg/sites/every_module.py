@@ -12,7 +12,8 @@ from gradsurg.sites.activations import Flow, name_in
 from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
 from gradsurg.sites.module_gradients import BackwardPasses
 from gradsurg.sites.places import ELSEWHERE, Door, Kind, Leaf, Memory, Named, Place, Stage, Things
-from gradsurg.sites.selection import ROOT, Pattern, Types, matches, matches_type
+from gradsurg.sites.selection import Pattern, Types, matches, matches_type
+from gradsurg.sites.selectors import offered_names
 from gradsurg.torch_internals import compiling
 from gradsurg.transforms.base import Scope
 
@@ -108,10 +109,7 @@ class EveryModule(Leaf):
         return fitting if matches_type(module, self.types) else ()
 
     def offers(self, named: Named) -> Sequence[str]:
-        (module, *_) = named.owners
-        if ROOT in named.names and self.pattern != ROOT and any(module.children()):
-            return [name for name in named.names if name != ROOT]
-        return named.names
+        return offered_names(named, self.pattern)
 
     def fits(self, place: Place, memory: Memory) -> bool:
         return place.kind == self.kind_at(memory.stage) and self.picks(place)

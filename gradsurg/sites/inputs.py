@@ -1,10 +1,10 @@
 """Inputs: the gradient with respect to the input of a module."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 from weakref import ref
 
 import torch
@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import (
+    Args,
     Call,
+    Keywords,
     Shared,
+    WatchedCalls,
     hook_tensor,
     modules_of,
-    refuse_scripted,
-    register,
 )
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage, Traced
 from gradsurg.sites.selectors import ModuleSelector
 from gradsurg.sites.tensors import (
     alias_of,
+    bare,
     is_new,
     layout,
     original,
@@ -30,13 +32,13 @@ from gradsurg.sites.tensors import (
     tensors_in,
     unwritten,
 )
-from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import LayerCall, Need
 
 SUFFIX = ".input"
 NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
 
-Arguments = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
+Arguments = tuple[Args, Keywords]
 
 
 class _Running:
@@ -57,77 +59,55 @@ class _Running:
             self.tensors.append((tensor, module_hooks.version(tensor), site))
 
 
-class _Watched:
+class _Watched(WatchedCalls):
     """The inputs of the modules, hooked at the beginning of each of their calls."""
 
-    def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
-        refuse_scripted(door, kind, found)
-        self.kind, self.door, self.is_branch = kind, door, kind.mode == "branch"
-        # Compiled code sees neither writes to an input nor that modules take the same tensor.
-        known = [named for named in found if self.is_branch and _leaves_inputs(named.owners[0])]
-        hooks = door.traced(kind, known, SUFFIX)
-        self.thread = shared.follow(door.stack, is_traced=len(hooks) == len(found))
-        # By calls that have taken one bare tensor; None if no intervention acts there.
-        self.single: dict[Call, tuple[Hook, str] | None] = {}
-        self.noted = set[Call]()  # of calls whose only input needs no gradient
-        register(
-            door,
-            found,
-            self.before,
-            self.after,
-            makes_alias=self.is_branch,
-            always=True,
-            traced={module: self._traced(hook) for module, hook in hooks.items()},
-        )
+    always_ends = True
 
-    # Any: a user's values
-    def before(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
+        self.acts_before = kind.mode == "branch"
+        # By calls that have taken one bare tensor, and whether that needed a gradient; None if no
+        # intervention acts there.
+        self.single: dict[tuple[Call, bool], tuple[Hook, str] | None] = {}
+        # Compiled code sees neither writes to an input nor that modules take the same tensor.
+        known = [named for named in found if self.acts_before and _leaves_inputs(named.owners[0])]
+        super().__init__(kind, door, found, shared, door.traced(kind, known, SUFFIX))
+
+    def before(self, module: nn.Module, args: Args, kwargs: Keywords) -> Arguments | None:
         """Hook the inputs of a call, and return aliases to call the module with."""
         calls, running = self.thread.calls, _Running()
         call = calls.next(module)
         calls.enter(module, running)
         if call is None:
             return None
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if isinstance(given, Tensor):
-            if not (given.requires_grad and torch.is_grad_enabled()):
-                if call in self.noted:
-                    return None
-                self.noted.add(call)
-            elif call in self.single:
-                known = self.single[call]
-                if known is None:
-                    return None
-                hook, site = known
-                is_plain = type(given) is Tensor if self.is_branch else is_new(given)
-                if is_plain and hook.asks.isdisjoint({"value", "layer"}):
-                    own = alias_of(given) if self.is_branch else given
-                    autograd.hook_first(own, hook.call)
-                    running.keep(own, site, self.is_branch)
-                    return ((own,), kwargs) if self.is_branch else None
-        return self._hooked_arguments(module, call, running, (args, kwargs))
-
-    def _traced(self, hook: Traced) -> Callable[..., Arguments | None]:
-        """The pre-hook of a module in compiled code."""
-        breaking = compiling.untraced(self.before)
-
-        def acting(
-            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-        ) -> Arguments | None:
-            given = args[0] if len(args) == 1 and not kwargs else None
-            if not (isinstance(given, Tensor) and given.is_floating_point()):
-                return breaking(module, args, kwargs)
-            if not given.requires_grad or not hook.mark(hook.key):
+        if (given := bare(args, kwargs)) is None:
+            return self._hooked_arguments(module, call, running, args, kwargs)
+        key = call, given.requires_grad and torch.is_grad_enabled()
+        if key in self.single:
+            known = self.single[key]
+            if known is None:
                 return None
-            own = given[...]
-            own.register_hook(hook.call)
-            return (own,), kwargs
+            hook, site = known
+            is_plain = type(given) is Tensor if self.acts_before else is_new(given)
+            if is_plain and hook.asks.isdisjoint({"value", "layer"}):
+                own = alias_of(given) if self.acts_before else given
+                autograd.hook_first(own, hook.call)
+                running.keep(own, site, self.acts_before)
+                return ((own,), kwargs) if self.acts_before else None
+        elif not (key[1] and self.door.wants(self._place(module, call))):
+            self.single[key] = None
+        return self._hooked_arguments(module, call, running, args, kwargs)
 
-        return acting
+    def traced(self, hook: Traced, args: Args, kwargs: Keywords, output: object = None) -> object:
+        given = bare(args, kwargs)
+        if given is None or not given.is_floating_point():
+            return None
+        if given.requires_grad and hook.mark(hook.key):
+            given = given[...]
+            given.register_hook(hook.call)
+        return (given,), kwargs
 
-    def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+    def after(self, module: nn.Module, args: Args, kwargs: Keywords, output: object) -> None:
         """Check that a call has not written to its inputs."""
         running = self.thread.calls.leave(module)
         if running is None:
@@ -137,13 +117,14 @@ class _Watched:
         if len(running.layers) == 1 and isinstance(output, Tensor):
             running.layers[0].watch(output)
 
+    def _place(self, module: nn.Module, call: Call) -> Place:
+        return Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
+
     def _hooked_arguments(
-        self, module: nn.Module, call: Call, running: _Running, arguments: Arguments
+        self, module: nn.Module, call: Call, running: _Running, args: Args, kwargs: Keywords
     ) -> Arguments | None:
         """Hook the tensors in the arguments; return the arguments to call the module with."""
-        args, kwargs = arguments
-        is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        base = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
+        base, is_bare = self._place(module, call), bare(args, kwargs) is not None
         given: dict[int, Tensor] = {}  # to the module, by the id of the tensor in the arguments
 
         def change(path: str, tensor: Tensor) -> Tensor:
@@ -166,9 +147,6 @@ class _Watched:
                 running.containers.append((new, layout(new), f"{base.site}{path}"))
             return new
 
-        if is_bare and not self.door.wants(base):
-            self.single[call] = None
-            return None
         new = [hooked(arg, "" if is_bare else f".{index}") for index, arg in enumerate(args)]
         by_key = {key: hooked(arg, f".{key}") for key, arg in kwargs.items()}
         if not given:
@@ -179,8 +157,8 @@ class _Watched:
     def _hooked(self, module: nn.Module, running: _Running, tensor: Tensor, place: Place) -> Tensor:
         """Hook a tensor or an alias of it; return the one to pass to the module."""
         assert place.call is not None
-        given = alias_of(tensor) if self.is_branch else tensor
-        source = given if self.is_branch else original(tensor)
+        given = alias_of(tensor) if self.acts_before else tensor
+        source = given if self.acts_before else original(tensor)
         is_first = not module_hooks.hooks_of(source)
         if (hook := self.door.meet(place, source, own=True)) is not None:
             if "layer" in hook.asks:
@@ -190,8 +168,8 @@ class _Watched:
             else:
                 hook_tensor(self.door, source, hook)
             if is_first and not place.item:
-                self.single[place.name, place.call] = hook, place.site
-        running.keep(given, place.site, self.is_branch)
+                self.single[(place.name, place.call), True] = hook, place.site
+        running.keep(given, place.site, self.acts_before)
         return given
 
     def _check_unwritten(self, running: _Running, output: object) -> None:

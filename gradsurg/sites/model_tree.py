@@ -16,7 +16,7 @@ from gradsurg.sites.call_graphs import CallGraph, follow
 from gradsurg.sites.calls import modules_of
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.places import Selector
-from gradsurg.sites.selection import ROOT, inner_model, is_container, names_of, params_of
+from gradsurg.sites.selection import ROOT, inner_model, is_container, names_of, params_by_name
 from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.sites.tree_door import NOT_REACHED, Notebook
@@ -176,7 +176,7 @@ def _with_nodes(door: Notebook, walk: _Walk) -> list[SiteLine]:
     """The sites that were written down, those of nodes that are known in a backward pass alone,
     and those not met; the tensors that are known from the forward are described.
     """
-    params = {name: TensorSpec.of(param) for name, param in params_of(door.model).items()}
+    params = {name: TensorSpec.of(param) for name, param in params_by_name(door.model).items()}
     tensors, by_node = params | walk.tensors, dict[str, list[str]]()
     for site, line in door.lines.items():
         if line.selected:

@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, follow
@@ -25,8 +24,8 @@ from gradsurg.sites.selection import (
     matches,
     matches_type,
     nothing_matched,
-    unnumbered,
 )
+from gradsurg.sites.selectors import near_in, picks_call, refuse_exported
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need
 
@@ -236,22 +235,17 @@ class Nodes(Leaf):
         return named.names
 
     def picks(self, place: Place) -> bool:
-        if not fits_node(place.node, self.pattern):
-            return False
-        if self.call is not None and place.call == OUTSIDE:
-            raise unnumbered(place.name)
         return (
-            (self.edge in (None, "residual") or place.item in ("", str(self.edge)))
+            fits_node(place.node, self.pattern)
+            and picks_call(self.call, place)
+            and (self.edge in (None, "residual") or place.item in ("", str(self.edge)))
             and self.occurrence in (None, place.occurrence)
-            and self.call in (None, place.call)
         )
 
     def check(self, things: Things, memory: Memory) -> None:
         found = things[self.kind_at(memory.stage)]
-        near = {name for _, name in memory.near[self]}
-        model = next(named.owners[0] for named in found if ROOT in named.names)
-        if ROOT not in near and compiling.is_exported(model):
-            raise refusal(self, "torch.export")
+        near = near_in(found, self, memory)
+        refuse_exported(self, found, near)
         if near:
             return
         choices = [name for named in found for name in named.names]

@@ -1,7 +1,8 @@
 """Outputs: the gradient with respect to the output of a module."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -9,97 +10,90 @@ from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import (
+    Args,
     Call,
+    Keywords,
     Shared,
+    WatchedCalls,
     hook_tensor,
     modules_of,
-    refuse_scripted,
-    register,
 )
 from gradsurg.sites.places import Door, Hook, Kind, Named, Place, Stage, Traced
 from gradsurg.sites.selection import Pattern, matches
 from gradsurg.sites.selectors import ModuleSelector
-from gradsurg.sites.tensors import is_new, original, rebuilt, tensors_in, unwritten
-from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.sites.tensors import bare, is_new, original, rebuilt, tensors_in, unwritten
+from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import Need
 
 
-def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    """Hook each tensor that the modules return, at the end of each of their calls."""
-    refuse_scripted(door, OUTPUTS, found)
-    hooks = door.traced(OUTPUTS, found)
-    thread = shared.follow(door.stack, is_traced=len(hooks) == len(found))
-    single: dict[Call, Hook | None] = {}  # of the calls that have returned one bare tensor
+class _Watched(WatchedCalls):
+    """The outputs of the modules, hooked at the end of each of their calls."""
 
-    # Any: a user's values
-    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, door: Door, found: Sequence[Named], shared: Shared) -> None:
+        # Of the calls that have returned one bare tensor; None if no intervention acts there.
+        self.single: dict[Call, Hook | None] = {}
+        super().__init__(OUTPUTS, door, found, shared, door.traced(OUTPUTS, found))
+
+    def before(self, module: nn.Module, args: Args, kwargs: Keywords) -> None:
+        """Note the versions of the inputs, which a module may return."""
         given = _given(args, kwargs) if torch.is_grad_enabled() else ()
-        thread.calls.enter(module, [autograd.version_of(tensor) for tensor in given])
+        self.thread.calls.enter(module, [autograd.version_of(tensor) for tensor in given])
 
-    def after(
-        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
-    ) -> object:
-        calls = thread.calls
+    def after(self, module: nn.Module, args: Args, kwargs: Keywords, output: object) -> object:
+        """Hook the output, and return that or aliases of inputs in it."""
+        calls = self.thread.calls
         versions, call = calls.leave(module) or (), calls.next(module)
         if call is None:
             return output
-        given, is_bare = _given(args, kwargs), isinstance(output, Tensor)
-        if is_bare and call in single:
-            hook = single[call]
+        given = _given(args, kwargs)
+        if isinstance(output, Tensor) and call in self.single:
+            hook = self.single[call]
             if hook is None:
                 return output
             is_own = not any(output is each for each in given)
             if is_own and is_new(output) and "value" not in hook.asks:
                 autograd.hook_first(output, hook.call)
                 return output
-
-        def hooked(path: str, tensor: Tensor) -> Tensor:
-            place = Place(OUTPUTS, call[:1], ref(module), call[1], path[1:])
-            if not door.wants(place):
-                if is_bare:
-                    single[call] = None
-                return tensor
-            if any(tensor is other for other in unchanged):
-                # A module that returns its input: the alias has the gradient of its output alone.
-                tensor = tensor[...]
-                if calls.depth:
-                    version = autograd.version_of(tensor)
-                    calls.at_end.append(unwritten(door, OUTPUTS, place.site, tensor, version))
-            source = original(tensor)
-            is_first = not module_hooks.hooks_of(source)
-            if (hook := door.meet(place, source, own=True)) is not None:
-                hook_tensor(door, source, hook)
-                if is_bare and is_first:
-                    single[call] = hook
-            return tensor
-
-        unchanged = _unchanged(given, versions)
+        change = partial(self._hooked, module, call, _unchanged(given, versions))
         # A complex tensor is hooked too, to refuse its gradient.
         if isinstance(output, Tensor) and output.is_complex():
-            return hooked("", output)
-        return rebuilt(output, hooked)
+            return change("", output)
+        return rebuilt(output, change)
 
-    def traced(hook: Traced) -> Callable[..., object]:
-        breaking = compiling.untraced(after)
+    def _hooked(
+        self, module: nn.Module, call: Call, unchanged: Sequence[Tensor], path: str, tensor: Tensor
+    ) -> Tensor:
+        """Hook a tensor, or an alias of it if it is an unchanged input; return the hooked one."""
+        door, place = self.door, Place(OUTPUTS, call[:1], ref(module), call[1], path[1:])
+        if not door.wants(place):
+            if not path:
+                self.single[call] = None
+            return tensor
+        if any(tensor is other for other in unchanged):
+            # A module that returns its input: the alias has the gradient of its output alone.
+            tensor = tensor[...]
+            if (calls := self.thread.calls).depth:
+                version = autograd.version_of(tensor)
+                calls.at_end.append(unwritten(door, OUTPUTS, place.site, tensor, version))
+        source = original(tensor)
+        is_first = not module_hooks.hooks_of(source)
+        if (hook := door.meet(place, source, own=True)) is not None:
+            hook_tensor(door, source, hook)
+            if is_first and not path:
+                self.single[call] = hook
+        return tensor
 
-        def acting(
-            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
-        ) -> object:
-            if not (isinstance(output, Tensor) and output.is_floating_point()):
-                return breaking(module, args, kwargs, output)
-            if output.requires_grad and hook.mark(hook.key):
-                if any(output is given for given in (*args, *kwargs.values())):
-                    output = output[...]
-                output.register_hook(hook.call)
-            return output
-
-        return acting
-
-    pairs = {module: traced(hook) for module, hook in hooks.items()}
-    register(door, found, before, after, traced=pairs)
+    def traced(self, hook: Traced, args: Args, kwargs: Keywords, output: object = None) -> object:
+        if not (isinstance(output, Tensor) and output.is_floating_point()):
+            return None
+        if output.requires_grad and hook.mark(hook.key):
+            if any(output is given for given in (*args, *kwargs.values())):
+                output = output[...]
+            output.register_hook(hook.call)
+        return output
 
 
-OUTPUTS = Kind("Outputs", "", modules_of, watch, is_traced=True)
+OUTPUTS = Kind("Outputs", "", modules_of, _Watched, is_traced=True)
 
 
 @validated
@@ -142,10 +136,10 @@ class Outputs(ModuleSelector):
         return super().picks(place) and matches(place.item, self.item)
 
 
-def _given(args: tuple[object, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+def _given(args: Args, kwargs: Keywords) -> Sequence[Tensor]:
     """The tensors in the arguments of a call."""
-    if len(args) == 1 and type(args[0]) is Tensor and not kwargs:  # the usual call
-        return (args[0],)
+    if (given := bare(args, kwargs)) is not None:  # the usual call
+        return (given,)
     return [tensor for _, tensor in tensors_in((args, kwargs), every=True)]
 
 

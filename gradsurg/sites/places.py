@@ -135,7 +135,7 @@ class Kind:
     name: str
     mode: str
     things: Callable[[nn.Module], list[Named]] = field(repr=False)
-    watch: Callable[["Door", Sequence[Named], "Shared"], None] = field(repr=False)
+    watch: Callable[["Door", Sequence[Named], "Shared"], object] = field(repr=False)
     known_at: Literal["watch", "forward", "backward"] = field(default="forward", repr=False)
     reaches_new: bool = field(default=False, repr=False)
     is_traced: bool = field(default=False, repr=False)

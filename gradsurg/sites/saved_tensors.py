@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import is_parametrized
 
-from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites.calls import Shared, modules_of
 from gradsurg.sites.node_names import fits_node, plain
 from gradsurg.sites.nodes import Register, nothing_made, watch_nodes
 from gradsurg.sites.places import Door, Hook, Kind, Memory, Named, Place, Stage, Things
-from gradsurg.sites.selection import ROOT, Pattern, described
-from gradsurg.sites.selectors import ModuleSelector
+from gradsurg.sites.selection import Pattern
+from gradsurg.sites.selectors import ModuleSelector, near_in, refuse_exported
 from gradsurg.torch_internals import autograd, compiling
 
 BLOCK = "block"  # the pattern, and the site, of all tensors saved while the block is open
@@ -336,13 +335,10 @@ class SavedTensors(ModuleSelector):
 
     def check(self, things: Things, memory: Memory) -> None:
         found = things[self.kind_at(memory.stage)]
-        (model, *_) = found[0].owners
         if self.pattern != BLOCK:
-            near = {name for _, name in memory.near[self]}
-            if ROOT not in near and compiling.is_exported(model):
-                raise refusal(self, "torch.export")
+            refuse_exported(self, found, near_in(found, self, memory))
             super().check(things, memory)
-        elif any(BLOCK in named.names for named in modules_of(model)):
+        elif any(BLOCK in named.names for named in modules_of(found[0].owners[0])):
             raise ValueError(
                 "SavedTensors: 'block' stands for all that is saved while the block is open, and "
                 "the model has a module of this name: write 're:block' for the module"
@@ -351,4 +347,4 @@ class SavedTensors(ModuleSelector):
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
         if self.node is None:
             return super().nothing_met(memory, may_meet_nodes)
-        return None if may_meet_nodes else nothing_made(self, "node", described(self), memory)
+        return None if may_meet_nodes else nothing_made(self, "node", self.described(), memory)

@@ -2,14 +2,14 @@
 
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from fnmatch import translate
 from functools import lru_cache, wraps
 from itertools import combinations
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from pydantic import AfterValidator, BeforeValidator
@@ -67,23 +67,8 @@ Types = Annotated[str | type[Any], BeforeValidator(_type_name)]
 """A pattern on the name of a class or of one of its bases; a class stands for its name."""
 
 
-class Patterned(Protocol):
-    """A selector with a pattern on names."""
-
-    @property
-    def pattern(self) -> str: ...
-
-
 Range = Annotated[int | tuple[int, int], BeforeValidator(_range)]
 """A number or a pair (lowest, highest); stored as a pair."""
-
-
-def unnumbered(name: str) -> RuntimeError:
-    """Return the error for a selection by call number of a module called by itself."""
-    return RuntimeError(
-        f"'{name}' is called, but not the model that is attached, so that calls cannot be "
-        "numbered: leave out call=, or attach to the module that is called"
-    )
 
 
 _tables: ContextVar[tuple[nn.Module, dict[object, Any]] | None] = ContextVar(
@@ -156,20 +141,10 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 @scanned
-def params_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def params_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return every parameter under each of its names. Not to be changed."""
     named = model.named_parameters(remove_duplicate=False)
     return {uncompiled_name(name): param for name, param in named}
-
-
-@scanned
-def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    """Return every parameter with all its names and the module that owns it under each."""
-    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            names.setdefault(param, []).append((uncompiled_name(name), module))
-    return names
 
 
 def uncompiled_name(name: str) -> str:
@@ -231,49 +206,6 @@ def nothing_matched(
         listed = nearest("" if pattern in choices else pattern, choices, offers[:1])
     found = "nothing that is called matches" if reason else "nothing matches"
     return SelectionError(selector, field, f"{found} '{pattern}'. {listed}")
-
-
-def why_not_called(model: nn.Module, fitting: Mapping[nn.Module, Sequence[str]]) -> str:
-    """Return why modules that fit by name are never called, as a sentence; else empty."""
-    holders = [names[0] for module, names in fitting.items() if type(module) is nn.Module]
-    if holders and any(matches_type(part, "GraphModule") for part in names_of(model)):
-        return (
-            "The model is a GraphModule, as torch.export makes it: its operations are nodes of one "
-            f"forward, and '{holders[0]}' only holds parameters. Use Nodes or Parameters."
-        )
-    if not fitting or not all(map(is_container, fitting)):
-        return ""
-    module, (name, *_) = next(iter(fitting.items()))
-    kind = type(module).__name__
-    return f"'{name}' is in the model and never called: {kind} has no forward of its own."
-
-
-def all_frozen(fields: Patterned, names: Iterable[str]) -> SelectionError:
-    """Return the error for a selector that selects frozen parameters alone, with their names."""
-    text = f"all that '{fields.pattern}' matches is frozen: {', '.join(names)}"
-    return SelectionError(fields, "pattern", text)
-
-
-def described(selector: Patterned) -> str:
-    """Return the pattern and the other selecting fields, for an error that quotes the pattern."""
-    extra = ", ".join(f"{name}={getattr(selector, name)}" for name in asked_of(selector))
-    return f"{selector.pattern}' with '{extra}" if extra else selector.pattern
-
-
-def asked_of(selector: object) -> list[str]:
-    """Return the names of the fields besides the pattern that are not at their default."""
-    names = ("types", "depth", "index", "ndim", "size")
-    return [name for name in names if getattr(selector, name, None) not in (None, "*")]
-
-
-def depth_of(name: str) -> int:
-    return 0 if name == ROOT else name.count(".") + 1
-
-
-def index_of(name: str) -> int | None:
-    """Return the number in the last numeric part of a name."""
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-    return int(numbers[-1]) if numbers else None
 
 
 def in_range(number: int | None, bounds: Range | None) -> bool:

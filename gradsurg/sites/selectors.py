@@ -1,11 +1,13 @@
 """Base classes of selectors of modules and parameters, by name, class, position and shape."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites.places import Leaf, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import (
@@ -14,21 +16,15 @@ from gradsurg.sites.selection import (
     Pattern,
     Range,
     Types,
-    all_frozen,
-    asked_of,
-    depth_of,
-    described,
     in_range,
-    index_of,
     is_container,
     matches,
     matches_type,
     nothing_matched,
-    owned_params,
     scanned,
-    unnumbered,
-    why_not_called,
+    uncompiled_name,
 )
+from gradsurg.torch_internals import compiling
 
 
 @validated
@@ -51,14 +47,24 @@ class NamedSelector(Leaf):
             if (self.pattern == "*" or matches(name, self.pattern))
             and (self.types == "*" or matches_type(owner, self.types))
             and (self.depth is None or in_range(_depth(name, is_module), self.depth))
-            and (self.index is None or in_range(index_of(name), self.index))
+            and (self.index is None or in_range(_index(name), self.index))
         ]
 
-    def nothing_near(self, choices: Iterable[str], reason: str = "") -> SelectionError:
-        """Return the error for fields that fit none of the choices, for a known reason."""
-        asked = asked_of(self)
+    def described(self) -> str:
+        """Return the pattern and the other selecting fields, for an error that quotes it."""
+        extra = ", ".join(f"{name}={getattr(self, name)}" for name in self._asked())
+        return f"{self.pattern}' with '{extra}" if extra else self.pattern
+
+    def nothing_near(self, found: Sequence[Named], reason: str = "") -> SelectionError:
+        """Return the error for fields that fit none of these, for a known reason."""
+        asked = self._asked()
         field = asked[0] if len(asked) == 1 and self.pattern == "*" else "pattern"
-        return nothing_matched(self, field, described(self), choices, reason)
+        return nothing_matched(self, field, self.described(), names_in(found), reason)
+
+    def _asked(self) -> list[str]:
+        """The fields besides the pattern that are not at their default."""
+        names = ("types", "depth", "index", "ndim", "size")
+        return [name for name in names if getattr(self, name, None) not in (None, "*")]
 
 
 @validated
@@ -82,17 +88,10 @@ class ModuleSelector(NamedSelector):
         return [name for name in self.matching(named) if name in offered] if offered else ()
 
     def offers(self, named: Named) -> Sequence[str]:
-        (module, *_) = named.owners
-        if is_container(module):
-            return ()
-        if ROOT in named.names and self.pattern != ROOT and any(module.children()):
-            return [name for name in named.names if name != ROOT]
-        return named.names
+        return () if is_container(named.owners[0]) else offered_names(named, self.pattern)
 
     def picks(self, place: Place) -> bool:
-        if self.call is not None and place.call == OUTSIDE:
-            raise unnumbered(place.name)
-        return self.call in (None, place.call)
+        return picks_call(self.call, place)
 
     @property
     def picks_all(self) -> bool:
@@ -110,19 +109,12 @@ class ModuleSelector(NamedSelector):
         if memory.near[self]:
             return
         found = things[self.kind_at(memory.stage)]
-        by_name = {named.owners[0]: named.names for named in found}
-        fitting = {
-            module: names
-            for module, names in by_name.items()
-            if any(matches(name, self.pattern) for name in names)
-        }
-        model = next(named.owners[0] for named in found if ROOT in named.names)
-        reason = why_not_called(model, fitting)
-        if fitting and not any(matches_type(module, self.types) for module in fitting):
-            types = sorted({type(module).__name__ for module in fitting})
+        fitting = [each for each in found if any(matches(n, self.pattern) for n in each.names)]
+        reason = _why_not_called(found, fitting)
+        if fitting and not any(matches_type(each.owners[0], self.types) for each in fitting):
+            types = sorted({type(each.thing).__name__ for each in fitting})
             raise nothing_matched(self, "types", str(self.types), types, reason)
-        names = [name for named in found for name in named.names if name != ROOT]
-        raise self.nothing_near(names, reason)
+        raise self.nothing_near(found, reason)
 
 
 @validated
@@ -139,14 +131,8 @@ class ParamSelector(NamedSelector):
     stage: Stage | None = None
 
     def near(self, named: Named) -> Sequence[str]:
-        param = named.thing
-        if (
-            not isinstance(param, Tensor)
-            or (self.ndim is not None and not in_range(param.ndim, self.ndim))
-            or (self.size is not None and not in_range(param.numel(), self.size))
-        ):
-            return ()
-        return named.names[:1] if self.matching(named) else ()
+        fits = fits_shape(named.thing, self.ndim, self.size) and self.matching(named)
+        return named.names[:1] if fits else ()
 
     def offers(self, named: Named) -> Sequence[str]:
         return named.names[:1]
@@ -160,24 +146,101 @@ class ParamSelector(NamedSelector):
 
     def check(self, things: Things, memory: Memory) -> None:
         kind = self.kind_at(memory.stage)
-        found = [named for named in things[kind] if (kind, named.names[0]) in memory.near[self]]
+        found = near_in(things[kind], self, memory)
         if not found:
-            raise self.nothing_near([name for named in things[kind] for name in named.names])
+            raise self.nothing_near(things[kind])
         # At `step` a frozen parameter may be trained later.
         may_wait = "step" in self.stages and (memory.stage or self.stage) in (None, "step")
-        if not may_wait and all(named.is_frozen for named in found):
-            raise all_frozen(self, [named.names[0] for named in found])
+        if not may_wait:
+            refuse_frozen(self, self.pattern, found)
 
 
 @scanned
 def params_of(model: nn.Module) -> list[Named]:
     """Return every parameter of a model once, with all its names and owners."""
+    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            names.setdefault(param, []).append((uncompiled_name(name), module))
     return [
         Named(tuple(name for name, _ in owned), param, tuple(owner for _, owner in owned))
-        for param, owned in owned_params(model).items()
+        for param, owned in names.items()
     ]
+
+
+def near_in(found: Sequence[Named], query: Leaf, memory: Memory) -> list[Named]:
+    """Return the modules and parameters at which a selector may pick places."""
+    near = {name for _, name in memory.near[query]}
+    return [named for named in found if not near.isdisjoint(named.names)]
+
+
+def names_in(found: Sequence[Named]) -> list[str]:
+    """Return all names but that of the model, as the choices in an error."""
+    return [name for named in found for name in named.names if name != ROOT]
+
+
+def offered_names(named: Named, pattern: str) -> Sequence[str]:
+    """Return the names of a module; not that of a model with submodules, unless spelt out."""
+    if ROOT in named.names and pattern != ROOT and any(named.owners[0].children()):
+        return [name for name in named.names if name != ROOT]
+    return named.names
+
+
+def picks_call(call: int | None, place: Place) -> bool:
+    """Return whether a place is in the call that is picked, of which None means all."""
+    if call is not None and place.call == OUTSIDE:
+        raise RuntimeError(
+            f"'{place.name}' is called, but not the model that is attached, so that calls cannot "
+            "be numbered: leave out call=, or attach to the module that is called"
+        )
+    return call in (None, place.call)
+
+
+def fits_shape(thing: object, ndim: Range | None, size: Range | None) -> bool:
+    """Return whether it is a parameter with this number of dimensions and of entries."""
+    return (
+        isinstance(thing, Tensor)
+        and (ndim is None or in_range(thing.ndim, ndim))
+        and (size is None or in_range(thing.numel(), size))
+    )
+
+
+def refuse_frozen(query: Leaf, pattern: str, found: Collection[Named]) -> None:
+    """Raise the error for a selector that selects frozen parameters alone."""
+    if found and all(named.is_frozen for named in found):
+        names = ", ".join(named.names[0] for named in found)
+        raise SelectionError(query, "pattern", f"all that '{pattern}' matches is frozen: {names}")
+
+
+def refuse_exported(query: Leaf, found: Sequence[Named], near: Sequence[Named]) -> None:
+    """Raise the error for modules of a model that torch.export has made, which calls none."""
+    (model,) = (named for named in found if ROOT in named.names)
+    if model not in near and compiling.is_exported(model.owners[0]):
+        raise refusal(query, "torch.export")
+
+
+def _why_not_called(found: Sequence[Named], fitting: Sequence[Named]) -> str:
+    """Return why modules that fit by name are never called, as a sentence; else empty."""
+    holders = [named.names[0] for named in fitting if type(named.thing) is nn.Module]
+    if holders and any(matches_type(named.owners[0], "GraphModule") for named in found):
+        return (
+            "The model is a GraphModule, as torch.export makes it: its operations are nodes of one "
+            f"forward, and '{holders[0]}' only holds parameters. Use Nodes or Parameters."
+        )
+    if not fitting or not all(is_container(named.owners[0]) for named in fitting):
+        return ""
+    (name, *_), module, _ = fitting[0]
+    kind = type(module).__name__
+    return f"'{name}' is in the model and never called: {kind} has no forward of its own."
 
 
 def _depth(name: str, is_module: bool) -> int:
     """The depth of a module, or of the module that owns a parameter."""
-    return depth_of(name if is_module else name.rpartition(".")[0] or ROOT)
+    module = name if is_module else name.rpartition(".")[0] or ROOT
+    return 0 if module == ROOT else module.count(".") + 1
+
+
+def _index(name: str) -> int | None:
+    """The number in the last numeric part of a name."""
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return int(numbers[-1]) if numbers else None

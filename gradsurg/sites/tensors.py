@@ -1,6 +1,6 @@
 """The tensors in nested values, and aliases of tensors."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -57,6 +57,11 @@ def tensors_in(value: object, path: str = "", every: bool = False) -> Iterator[t
     elif value is not None:
         for key, part in _parts(value):
             yield from tensors_in(part, f"{path}.{key}", every)
+
+
+def bare(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Tensor | None:
+    """Return the tensor with which a module is called, if that is its only argument."""
+    return args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else None
 
 
 def rebuilt(value: object, change: Callable[[str, Tensor], Tensor], path: str = "") -> object:

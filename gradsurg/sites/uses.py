@@ -10,7 +10,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, Edge, follow
 from gradsurg.sites.calls import Shared, modules_of
@@ -28,8 +27,14 @@ from gradsurg.sites.places import (
     Stage,
     Things,
 )
-from gradsurg.sites.selection import ROOT, Pattern, all_frozen, matches, nothing_matched
-from gradsurg.sites.selectors import params_of
+from gradsurg.sites.selection import ROOT, Pattern, matches, nothing_matched
+from gradsurg.sites.selectors import (
+    names_in,
+    near_in,
+    params_of,
+    refuse_exported,
+    refuse_frozen,
+)
 from gradsurg.torch_internals import autograd, compiling
 
 CONSTANT = "a constant to torch.func, which was not given it"
@@ -174,18 +179,13 @@ class Uses(Leaf):
         return place.occurrence != UNUSED and self.use in (None, place.occurrence)
 
     def check(self, things: Things, memory: Memory) -> None:
-        near = {name for _, name in memory.near[self]}
-        found = [named for named in things[USES] if not near.isdisjoint(named.names)]
+        found = near_in(things[USES], self, memory)
         if any(isinstance(named.thing, Tensor) and not named.is_frozen for named in found):
             return
-        model = next(named.owners[0] for named in things[USES] if ROOT in named.names)
-        if ROOT not in near and compiling.is_exported(model):
-            raise refusal(self, "torch.export")
-        if found and all(named.is_frozen for named in found):
-            raise all_frozen(self, [named.names[0] for named in found])
+        refuse_exported(self, things[USES], found)
+        refuse_frozen(self, self.pattern, found)
         if not found:
-            choices = [name for named in things[USES] for name in named.names if name != ROOT]
-            raise nothing_matched(self, "pattern", self.pattern, choices)
+            raise nothing_matched(self, "pattern", self.pattern, names_in(things[USES]))
 
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
         if may_meet_nodes:

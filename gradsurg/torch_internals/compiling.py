@@ -61,21 +61,39 @@ def traceable(function: Function, traced: Function) -> Function:
     return _hook(run)
 
 
-def left_out(function: Callable[..., object]) -> Callable[..., object]:
-    """Wrap a hook of a module that compiled code does without."""
-
-    def run(*args: object) -> object:
-        # Dynamo guards on all that it reads: here on nothing.
-        return None if torch.compiler.is_dynamo_compiling() else function(*args)
-
-    return _hook(run)
-
-
 def called_when_traced(function: Function) -> Function:
     """Mark a function that Dynamo calls once, while it traces; its result is a constant."""
     # As `torch.compiler.assume_constant_result`, which imports Dynamo.
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+class LeftOut:
+    """Hooks of modules that compiled code does without, as long as `needed` is empty.
+
+    Dynamo guards on that: code that lacks a hook which is needed now is compiled anew. `has_any`
+    says that there is compiled code without one.
+    """
+
+    def __init__(self) -> None:
+        self.needed: list[object] = []
+        self.has_any = False
+
+        def note() -> None:
+            self.has_any = True
+
+        self._note = called_when_traced(note)
+
+    def hook(self, function: Callable[..., object]) -> Callable[..., object]:
+        """Wrap a hook of a module."""
+        whole = untraced(function)
+
+        def run(*args: object) -> object:
+            if not torch.compiler.is_dynamo_compiling():
+                return function(*args)
+            return whole(*args) if self.needed else self._note()
+
+        return _hook(run)
 
 
 def trace_as_one(function: Callable[..., object]) -> None:

@@ -38,6 +38,17 @@ class Returns(Net):
         return self.b(self.a(self.lstm(x[:, None])[0][:, 0]))
 
 
+class ReturnsTwice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.i(self.lstm(x[:, None])[0])
+        return self.b(self.a(self.i(self.lstm(hidden)[0])[:, 0]))
+
+
+class ByKeywordTwice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.i(input=self.i(input=self.a(x))))
+
+
 class ByKeyword(Net):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(input=self.a(x))
@@ -100,6 +111,9 @@ def surgery(at: Selector, transform: Transform | None = None) -> gs.Surgery:
         (Net, gs.Inputs(types="Linear", path="total"), 0),
         (Net, gs.Outputs("a") | gs.Outputs("b"), 0),
         (Returns, gs.Outputs("lstm"), 0),
+        (ReturnsTwice, gs.Outputs("lstm"), 0),
+        (ReturnsTwice, gs.Outputs("*"), 0),
+        (ByKeywordTwice, gs.Inputs("i"), 0),
         (ByKeyword, gs.Inputs("b"), 0),
         (ByKeyword, gs.Outputs("a"), 1),
         (Nested, gs.Outputs("[ao]*"), 0),
@@ -109,13 +123,15 @@ def test_compiled_code_acts_as_eager_code_does(
     make: Callable[[], nn.Module], at: Selector, graphs: int
 ) -> None:
     eager = make()
-    with surgery(at).attach(eager):
+    with surgery(at).attach(eager) as live:
         wanted = grads_of(eager, eager)
+        sites = {entry.site for entry in live.ledger}
     compiled = Compiled(make())
     with surgery(at).attach(compiled.model, effects_every=0) as live:
         assert equal(compiled.grads(), wanted)
         assert equal(compiled.grads(), wanted)
         assert any(entry.is_traced for entry in live.ledger) == bool(graphs)
+        assert graphs or {entry.site for entry in live.ledger} == sites
         assert compiled.graphs == 1 or not graphs
     assert not equal(wanted, grads_of(eager, eager))
     assert equal(compiled.grads(), grads_of(eager, eager))  # without the surgery
