@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import gradsurg as gs
 from gradsurg.sites.places import Selector
-from gradsurg.transforms.base import Stateless, Transform, TransformContext
+from gradsurg.transforms.base import Transform, TransformContext
 from tests.nets import (
     attached,
     backward,
@@ -25,6 +25,7 @@ from tests.nets import (
     trainee,
     weights,
 )
+from tests.sites.points import Noted
 
 
 def test_a_surgery_whose_attaching_failed_can_be_attached_later() -> None:
@@ -305,16 +306,10 @@ def test_a_clock_moved_by_hand_is_a_clock() -> None:
 
 
 def test_a_transform_is_told_its_site_the_step_and_the_call() -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    class Recorder(Stateless):
-        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-            seen.append((context.site, context.step, context.call))
-            return grad
-
+    noted = Noted()
     model, optimizer = trainee()
     at = gs.Parameters("last.bias", stage="backward")
-    with attached(model, Recorder(), at, optimizer) as live:
+    with attached(model, noted, at, optimizer) as live:
         backward(model)
         with pytest.warns(gs.SurgeryWarning, match="had 2 gradients in one optimizer step"):
             backward(model)
@@ -322,7 +317,8 @@ def test_a_transform_is_told_its_site_the_step_and_the_call() -> None:
         train(model, optimizer, 1)
     (site,) = {row["site"] for row in live.effects.rows()}
     assert site == "last.bias"
-    assert [(site, 0, 0), (site, 0, 1), (site, 1, 0)] == seen
+    assert noted.sites == [site] * 3
+    assert [*zip(noted.steps, noted.calls, strict=True)] == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_the_random_numbers_of_a_site_depend_on_the_label_and_the_link_of_a_chain() -> None:
