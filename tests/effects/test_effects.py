@@ -13,16 +13,7 @@ from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.effects.sums import BLOCK, CHUNK
-from tests.nets import (
-    attached,
-    backward,
-    batch,
-    grad_of,
-    gradients,
-    small,
-    train,
-    trainee,
-)
+from tests.nets import attached, backward, batch, grad_of, gradients, small, train, trainee
 
 NAN, INF = float("nan"), float("inf")
 

@@ -16,10 +16,7 @@ from torch.nn.utils import parametrizations
 
 import gradsurg as gs
 from gradsurg.torch_internals import autograd
-from tests.nets import (
-    attached,
-    batch,
-)
+from tests.nets import attached, batch
 from tests.sites.points import TEN, Acts, Made, grad_of, passed, point, recomputed
 
 DOUBLE = gs.Scale(2.0)
