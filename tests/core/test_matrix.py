@@ -573,11 +573,12 @@ def pattern(kind: str, name: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transform_that_changes_nothing_leaves_training_bit_identical(kind: str) -> None:
-    """Nor does one in shadow change weights, or either the global random numbers."""
+    """One in shadow neither; weights are not even written to, nor global random numbers used."""
     bare = Arm("gradsurg", kind)
     for number in range(3):
         bare.step(number)
     expected, state = outcome(bare, lambda arm: None), torch.get_rng_state()
+    versions = [param._version for param in bare.model.parameters()]
     cases: list[tuple[Any, dict[str, Any]]] = [(gs.Identity(), {}), (SIGNS, {"shadow": True})]
     cases += [(SIGNS, {"shadow": True, "effects_every": 0})]
     if kind in GROUPS:
@@ -588,6 +589,7 @@ def test_a_transform_that_changes_nothing_leaves_training_bit_identical(kind: st
             for number in range(3):
                 arm.step(number)
         assert same(outcome(arm, lambda arm: None), expected)
+        assert [param._version for param in arm.model.parameters()] == versions
         assert torch.equal(torch.get_rng_state(), state)
 
 

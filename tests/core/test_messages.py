@@ -618,6 +618,14 @@ def in_reentrant() -> Made:
     return Made(lambda self, x: recomputed(self.inner, x, True).sum(), inner=small())
 
 
+def inside(place: Place) -> bool:
+    return place.name.startswith("inner")
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), nn.Linear(3, 3))
+
+
 def waiting() -> None:
     gs.Surgery(gs.Intervention(gs.Zero(), P(stage="step"))).start(small()).close()
 
@@ -721,6 +729,12 @@ WARNED: Sequence[tuple[Call, str]] = [
     *((attach(at, run=traced), "zero torch.jit.trace") for at in (M("first"), N("Relu"))),
     (attach(M("inner.*").expect(3), model=in_reentrant, run=forward), "zero 3"),
     (attach(N("Tahn"), model=in_reentrant, run=backward), "zero none met"),
+    *(
+        (attach(kind().where(inside), OWN, in_reentrant, run=backward), "")
+        for kind in (M, gs.Inputs, gs.Activations, gs.SavedTensors)
+    ),
+    (attach(P("*.weight"), OWN, normed), "'0.weight' parametrized 0.parametrizations."),
+    *((attach(P(name), OWN, normed), "") for name in ("*", "1.weight", "*.original0")),
     (attach(gs.Captured("re:first.weight|act"), run=backward), "first.weight autograd.grad act#0"),
     (waiting, "live.bind(optimizer)"),
     (

@@ -71,6 +71,8 @@ def test_a_trigger_that_never_let_it_act_is_complained_about() -> None:
     ledger.enter("clip", "a").not_fired = 3
     entry = ledger.enter("clip", "b")
     entry.not_fired = 4
-    assert [*ledger.warnings("clip")] == ["clip: its trigger never fired in 7 gradients"]
+    text = "clip: its trigger never fired in 7 gradients"
+    assert [*ledger.warnings("clip")] == [text]
+    assert [*ledger.warnings("clip", 3)] == [f"{text}; this block began at step 3"]
     entry.fired = 1
     assert [*ledger.warnings("clip")] == []

@@ -85,10 +85,7 @@ def trained(transform: Transform, at: Selector, to_none: bool = True) -> list[Te
     return weights(model)
 
 
-FAULTS = {
-    "in place": "changed the gradient in place",
-    "value": "returned the storage of the value",
-}
+FAULTS = {"in place": "changed the gradient in place", "value": "returned the storage of the value"}
 
 
 @pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")

@@ -21,15 +21,6 @@ class Reused(nn.Module):
         return 2 * h + 3 * h + 5 * h
 
 
-def test_the_sum_of_two_backward_passes_is_measured_before_it_grows() -> None:
-    with attached(model := Reused(), gs.Identity(), gs.Parameters(stage="accumulated")) as live:
-        for factor in (2.0, 4.0):
-            (factor * model(torch.ones(1))).sum().backward()
-            live.tick()
-    (row,) = live.effects.rows()
-    assert row["norm_before"] == (20.0 + 60.0) / 2
-
-
 def test_a_full_backward_hooks_wrapper_node_does_not_hide_the_inner_nodes() -> None:
     model = small()
     plain = model(torch.ones(1, 6)).grad_fn.name()

@@ -85,6 +85,25 @@ class Acts(Stateless):
         return self.function(grad)
 
 
+class Noted(Stateless):
+    """Returns what it gets, and notes what it is told each time."""
+
+    def __init__(self) -> None:
+        self.steps, self.calls, self.sites = list[int](), list[int](), list[str]()
+        self.batches = list[dict[str, Tensor]]()
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        self.sites.append(context.site)
+        self.steps.append(context.step)
+        self.calls.append(context.call)
+        self.batches.append(dict(context.batch))
+        return grad
+
+
 class TimesValue(Stateless):
     """It looks at the value as it is, with its graph."""
 

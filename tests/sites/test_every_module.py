@@ -11,14 +11,7 @@ from torch.nn.modules import module as process
 
 import gradsurg as gs
 from tests.nets import attached, backward, batch, gradients, small
-from tests.sites.points import (
-    TEN,
-    Double,
-    Shared,
-    calls_of,
-    grad_of,
-    point,
-)
+from tests.sites.points import TEN, Double, Shared, calls_of, grad_of, point
 
 FORWARD = ("forward_pre", "forward")
 BACKWARD = ("full_backward_pre", "full_backward")

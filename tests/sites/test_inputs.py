@@ -9,11 +9,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Transform
-from tests.nets import (
-    attached,
-    gradients,
-    num_hooks,
-)
+from tests.nets import attached, gradients, num_hooks
 from tests.sites.points import (
     TEN,
     Double,

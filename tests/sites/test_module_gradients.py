@@ -1,17 +1,15 @@
 """ModuleGradients: PyTorch's full backward hooks, and their limits told instead of suffered."""
 
-import threading
 import warnings
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.sites.places import Selector
 from tests.nets import attached, backward, small
-from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point
+from tests.sites.points import Made, calls_of, grad_of, point
 
 KINDS = ("full_backward_pre", "full_backward")
 
@@ -67,37 +65,3 @@ def test_pytorchs_warning_about_such_inputs_is_suppressed_only_inside_the_block(
     model[0].register_full_backward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="Full backward hook is firing"):
         backward(model)
-
-
-def test_an_aborted_inner_call_does_not_replace_the_outer_one() -> None:
-    def breaks(self: Made, x: Tensor) -> Tensor:
-        raise OSError("gone")
-
-    def tries(self: Made, x: Tensor) -> Tensor:
-        try:
-            return self.inner(x)
-        except OSError:
-            return x * 2
-
-    model = nn.Sequential(Made(tries, inner=Made(breaks)))
-    at = gs.EveryModule("0", kind="full_backward_pre")
-    assert passed(model, TEN, at) == ([20.0], {"0#0": 1})
-
-
-def test_a_backward_in_a_third_thread_sees_the_calls_of_the_others() -> None:
-    model, barrier, outputs = Double(), threading.Barrier(2), dict[int, Tensor]()
-
-    def work(number: int) -> None:
-        barrier.wait(timeout=10)
-        for _ in range(number):
-            outputs[number] = model(torch.ones(1, requires_grad=True))
-
-    with attached(model, gs.Scale(3.0), gs.ModuleGradients("root")) as live:
-        threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for output in outputs.values():
-            output.sum().backward()
-    assert [entry.fired for entry in live.ledger] == [2]

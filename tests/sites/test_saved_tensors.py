@@ -16,10 +16,7 @@ from torch.nn.utils import parametrizations
 
 import gradsurg as gs
 from gradsurg.torch_internals import autograd
-from tests.nets import (
-    attached,
-    batch,
-)
+from tests.nets import attached, batch
 from tests.sites.points import TEN, Acts, Made, grad_of, passed, point, recomputed
 
 DOUBLE = gs.Scale(2.0)
@@ -306,15 +303,3 @@ def test_a_parametrized_weight_is_an_activation_with_a_warning() -> None:
     parametrizations.weight_norm(model[2])
     with pytest.warns(gs.SurgeryWarning, match="a parametrization computes are taken for act"):
         assert WEIGHT & _shapes(gs.SavedTensors("2"), model, model)
-
-
-@pytest.mark.usefixtures("frozen_heap")
-def test_weights_of_a_functional_call_are_not_kept_alive() -> None:
-    model = _layers()
-    with attached(model, DOUBLE, gs.SavedTensors()):
-        given = {name: p * 1.5 for name, p in model.named_parameters()}
-        held = [ref(tensor) for tensor in given.values()]
-        functional_call(model, given, (torch.ones(BATCH, IN),)).sum().backward()
-        del given
-        gc.collect()
-        assert all(weight() is None for weight in held)

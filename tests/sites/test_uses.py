@@ -10,13 +10,7 @@ from torch import Tensor, func, nn
 import gradsurg as gs
 from gradsurg.sites.places import Selector
 from tests.nets import attached, backward, small
-from tests.sites.points import (
-    TEN,
-    Made,
-    met,
-    passed,
-    point,
-)
+from tests.sites.points import TEN, Made, met, passed, point
 
 
 def _using(function: Callable[[Tensor], Tensor]) -> Made:

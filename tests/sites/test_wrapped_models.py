@@ -9,16 +9,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.places import Selector
-from tests.nets import (
-    COMPILES_LAYERS,
-    attached,
-    backward,
-    batch,
-    gradients,
-    num_hooks,
-    sgd,
-    small,
-)
+from tests.nets import COMPILES_LAYERS, attached, backward, batch, gradients, num_hooks, sgd, small
 from tests.sites.points import calls_of
 
 pytestmark = [  # Dynamo's own, while it traces

@@ -1,19 +1,16 @@
 """What the first forward shows: a selection that turns out to be empty, and one that does not."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.multitask.losses import paused
-from gradsurg.sites.places import Place, Selector
+from gradsurg.sites.places import Place
 from tests.nets import attached, backward, batch, grad_of, small
-
-CHECKPOINTED = [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors]
 
 
 class Turns(nn.Module):
@@ -48,40 +45,6 @@ def test_what_is_met_in_some_forward_may_be_missing_in_another(at, runs, met) ->
         for run in runs:
             _run(model, *run)
     assert [(entry.site, entry.calls) for entry in live.ledger] == [met]
-
-
-def test_one_part_of_a_combination_is_enough() -> None:
-    model = small()
-    with attached(model, gs.Identity(), gs.Outputs("first") | gs.Nodes("Relu")) as live:
-        backward(model)
-    assert min(entry.calls for entry in live.ledger) > 0
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: last#1"),
-        attached(model, gs.Identity(), gs.Parameters() | gs.Outputs("last", call=1)),
-    ):
-        backward(model)
-
-
-class Within(nn.Module):
-    """A layer inside a reentrant checkpoint, after one outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(3, 3)
-        self.inside = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inside, self.out(x), use_reentrant=True)
-
-
-@pytest.mark.parametrize("kind", CHECKPOINTED)
-def test_what_is_kept_inside_a_reentrant_checkpoint_is_not_missed(
-    kind: Callable[..., Selector],
-) -> None:
-    model = Within()
-    with attached(model, gs.Identity(), kind().where(lambda place: place.name == "inside")) as live:
-        _run(model)
-    assert sum(entry.calls for entry in live.ledger if entry.site.startswith("inside"))
 
 
 def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> None:

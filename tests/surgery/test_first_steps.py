@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.transforms.base import Transform
 from tests.multitask.nets import Net, at_shared, losses_of
 from tests.nets import attached, backward, batch, num_watching, sgd, small, train, trainee
+from tests.sites.points import Made, recomputed
 
 
 class Idle(nn.Module):
@@ -48,18 +49,6 @@ def test_sites_that_are_never_met_are_told_after_the_second_step(at, has_optimiz
         assert num_watching(model) == 0
     assert [len(texts) for texts in told] == [0, 1, 0, 0]
     assert "scale: attached, and in the first steps no gradient has passed at: idle" in told[1][0]
-
-
-def test_one_site_that_acts_is_enough_and_a_trigger_that_waits_says_nothing() -> None:
-    model = Idle()
-    optimizer = sgd(model)
-    late = gs.Intervention(gs.Zero(), gs.Outputs("idle"), gs.Steps(start=9))
-    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)), late)
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
-        surgery.attach(model, optimizer),
-    ):
-        assert _told(model, optimizer) == [[]] * 4
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
@@ -103,30 +92,6 @@ def test_a_plain_backward_is_not_told_beside_jacobians_or_a_trigger_that_fires_i
                 sum(losses.values()).backward()
                 optimizer.step()
             assert {entry.fired > 0 for entry in live.ledger} == {True}
-
-
-class Silent(torch.optim.SGD):
-    """An optimizer whose step runs no step hooks, as some wrappers."""
-
-    def step(self, closure: object = None) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param -= 0.1 * param.grad
-
-
-@pytest.mark.filterwarnings("ignore:.*no gradient ever")
-def test_an_optimizer_whose_steps_are_not_seen_is_told_by_the_weights() -> None:
-    model = small()
-    optimizer = Silent(model.parameters(), lr=0.1)
-    optimizer.step = Silent.step.__wrapped__.__get__(optimizer)  # type: ignore[attr-defined]
-    with attached(model, gs.Scale(1.0), gs.Parameters(stage="step"), optimizer) as live:
-        told = _told(model, optimizer)
-        assert live.step == 0
-    assert [len(texts) for texts in told] == [0, 0, 2, 0]
-    assert "no step of Silent was counted, though the weights have changed" in told[2][0]
-    assert "live.before_step()" in told[2][0]
 
 
 def _accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, batches: int = 6) -> None:
@@ -205,6 +170,16 @@ def _loaded() -> None:
         train(model, optimizer, 4)
 
 
+def _without_optimizer(model: nn.Module, transform: Transform) -> None:
+    with attached(model, transform):
+        for _ in range(3):
+            model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+
+
+def _twice(self: Made, x: Tensor) -> Tensor:
+    return recomputed(self.layer, recomputed(self.layer, x, True), True)
+
+
 FINE = {
     "batches are accumulated": lambda: _accumulated(gs.Parameters(stage="accumulated")),
     "weights are noisy in each forward": lambda: _accumulated(gs.Weights(stage="forward")),
@@ -220,6 +195,12 @@ FINE = {
         gs.Epochs(stop=9), lambda *of: train(*of, steps=4), gs.Live.next_epoch
     ),
     "a state of before is loaded": _loaded,
+    "each pass is one of two checkpoints, without an optimizer": lambda: _without_optimizer(
+        Made(_twice, layer=nn.Linear(6, 6)), gs.Scale(1.0)
+    ),
+    "gradients are added up without an optimizer": lambda: _without_optimizer(
+        small(), gs.Clip(1.0)
+    ),
 }
 
 
@@ -227,59 +208,3 @@ FINE = {
 @pytest.mark.parametrize("name", [*FINE])
 def test_nothing_is_told_where_all_is_well(name: str) -> None:
     FINE[name]()
-
-
-class Twice(nn.Module):
-    """A weight that two reentrant checkpoints use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = checkpoint(self.layer, x, use_reentrant=True)
-        return checkpoint(self.layer, inner, use_reentrant=True)
-
-
-def _run(model: nn.Module) -> None:
-    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
-
-
-def test_several_backward_passes_without_an_optimizer_are_not_parts_of_one() -> None:
-    model = Twice()
-    with attached(model, gs.Scale(1.0)):
-        _run(model)
-        _run(model)
-    with attached(clipped := small(), gs.Clip(1.0)):
-        for step in range(3):
-            backward(clipped, step)
-
-
-def test_a_clock_that_stands_says_where_the_block_began() -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Identity(), when=gs.Steps(stop=2)))
-    model, optimizer = trainee()
-    with surgery.attach(model, optimizer):
-        train(model, optimizer, 3)
-    text = "never fired in 8 gradients; this block began at step 3"
-    with pytest.warns(gs.SurgeryWarning, match=text), surgery.attach(model, optimizer):
-        train(model, optimizer, 2)
-    with pytest.warns(gs.SurgeryWarning) as caught, surgery.attach(model):
-        backward(model)
-    text = " ".join(str(warning.message) for warning in caught)
-    assert "no optimizer step was counted since this block began, at step 5;" in text
-
-
-def test_hooks_that_cpp_code_has_discarded_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    # experiments/hooks_tour/native_hooks.py does so; here the probe stands in for a compiler.
-    monkeypatch.setattr("gradsurg.torch_internals.autograd.without_hooks", list)
-    model, optimizer = trainee()
-    text = r"C\+\+ code registered on first\.weight has discarded .* use stage='accumulated'"
-    at = gs.Parameters("first.weight")
-    with pytest.warns(gs.SurgeryWarning, match=text), attached(model, gs.Identity(), at):
-        backward(model, 0)
-    with attached(model, gs.Identity(), gs.Parameters(stage="accumulated")):
-        backward(model, 0)
-    with attached(model, gs.Identity(), gs.Parameters("first.*"), optimizer):
-        train(model, optimizer, 1)
-        with pytest.warns(gs.SurgeryWarning, match=r"code .* first\.weight, first\.bias"):
-            train(model, optimizer, 1)

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradsurg as gs
-from gradsurg.transforms import Stateless, validated
-from gradsurg.transforms.base import TransformContext
 from tests.nets import attached
+from tests.sites.points import Noted
 
 GROUPS = ((0,), (1,))
 TOKENS = [[0, 1, -100], [1, 1, 0]]
@@ -21,10 +20,8 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def _routed(
-    model: nn.Module, axis: int = 1, optimizer: torch.optim.Optimizer | None = None
-) -> AbstractContextManager[gs.Live]:
-    return attached(model, gs.Route(GROUPS, axis=axis), gs.Outputs("0"), optimizer)
+def _routed(model: nn.Module, axis: int = 1) -> AbstractContextManager[gs.Live]:
+    return attached(model, gs.Route(GROUPS, axis=axis), gs.Outputs("0"))
 
 
 @pytest.mark.parametrize(
@@ -48,29 +45,23 @@ def test_each_label_trains_its_units_as_with_a_mask_of_the_activations(
 
 
 def test_a_transform_reads_the_batch_which_is_released_at_the_end_of_the_step() -> None:
-    model, seen = _model(), list[dict[str, Tensor]]()
+    model, noted = _model(), Noted()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @validated
-    class Read(Stateless):
-        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-            seen.append(dict(context.batch))
-            return grad
-
     inputs = torch.ones(2, 3, requires_grad=True)
-    with attached(model, Read(), gs.Parameters("0.weight"), optimizer) as live:
+    with attached(model, noted, gs.Parameters("0.weight"), optimizer) as live:
         with pytest.raises(TypeError, match="mask: must be a tensor, found 3"):
             live.set_batch(mask=3)  # type: ignore[arg-type]  # wrong on purpose
         live.set_batch(inputs=inputs)
         live.set_example_labels(torch.tensor([0, 1]))
         model(inputs).sum().backward()
-        assert torch.equal(seen[0]["inputs"], inputs)
-        assert not seen[0]["inputs"].requires_grad
-        assert seen[0]["labels"].tolist() == [0, 1]
         optimizer.step()
         assert not live.clock.batch
         model(inputs).sum().backward()
-    assert not seen[1]
+    seen, later = noted.batches
+    assert torch.equal(seen["inputs"], inputs)
+    assert not seen["inputs"].requires_grad
+    assert seen["labels"].tolist() == [0, 1]
+    assert not later
 
 
 @pytest.mark.parametrize(("axis", "expected"), [(1, [0.0, 0, 8, 8]), (-1, [4.0, 4, 4, 4])])
@@ -82,14 +73,3 @@ def test_units_are_those_of_the_given_axis(axis: int, expected: list[float]) -> 
         model(torch.ones(2, 1, 2, 2)).sum().backward()
     assert conv.bias is not None
     torch.testing.assert_close(conv.bias.grad, torch.tensor(expected))
-
-
-def test_labels_are_forgotten_at_the_end_of_a_step() -> None:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with _routed(model, optimizer=optimizer) as live:
-        live.set_example_labels(torch.tensor([0, 1]))
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        with pytest.raises(ValueError, match="call live.set_example_labels"):
-            model(torch.ones(2, 3)).sum().backward()

@@ -85,6 +85,7 @@ def test_after_the_block_nothing_refers_to_a_parameter(name: str) -> None:
         with SURGERIES[name]().attach(model, optimizer) as live:
             _pass(model, live, optimizer)
     assert [getweakrefs(param) for param in model.parameters()] == [[]] * 3
+    assert {type(entry.fired_on_device) for entry in live.ledger} <= {int}  # no tensor
     assert live.ledger.table()
 
 

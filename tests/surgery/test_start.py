@@ -319,15 +319,3 @@ def test_a_copy_and_a_pickle_made_inside_the_block_are_plain_models(site: Any) -
     for twin in copies:
         twin(x).sum().backward()
         assert torch.equal(twin[0].weight.grad, torch.full((3, 3), 2.0))
-
-
-def test_a_parametrized_weight_that_a_pattern_misses_is_told() -> None:
-    weight_norm = nn.utils.parametrizations.weight_norm
-    model = nn.Sequential(weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
-    told = r"'0\.weight' is parametrized and not selected: its parameters are 0\.parametrizations\."
-    missing = gs.Surgery(gs.Intervention(gs.Scale(2.0), at=gs.Parameters("*.weight")))
-    with pytest.warns(gs.SurgeryWarning, match=told), missing.attach(model):
-        model(torch.ones(2, 3)).sum().backward()
-    for pattern in ("*", "1.weight", "*.original0"):
-        with gs.Surgery(gs.Intervention(gs.Scale(2.0), at=gs.Parameters(pattern))).attach(model):
-            model(torch.ones(2, 3)).sum().backward()
