@@ -354,7 +354,9 @@ def combine_by_gramian(
         means = _mixed(aggregator, blocks, state[MEANS], mixing, scale)
         state = state | {MEANS: means}
         blocks = list(means.split([len(block[0]) for block in blocks], dim=1))
-    gramian = gramian_of(blocks) / (1.0 if mixing is not None else scale**2)
+    gramian = gramian_of(blocks)
+    if mixing is None and scale != 1.0:
+        gramian = gramian / scale**2
     if needs_rows(aggregator, gramian):
         assert isinstance(aggregator, SolvedOnRows)
         harmless = "non_conflicting" in aggregator.properties
