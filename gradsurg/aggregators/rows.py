@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from math import inf, sqrt
-from operator import add
+from operator import add, mul
 
 import numpy as np
 import torch
@@ -240,14 +240,14 @@ def combine_safely(
 
 def cancels(weights: Tensor, gramian: Tensor) -> bool:
     """Whether Jᵀ w needs float64: the rows cancel, or float32 does not hold a weight or a sum."""
-    pairs = zip(weights.tolist(), gramian.diagonal().tolist(), strict=True)
-    shares = [abs(weight) * sqrt(square) for weight, square in pairs]
-    square = max(float(weights @ gramian @ weights), 0.0)
+    w, matrix = weights.tolist(), gramian.tolist()  # for a few tasks in half the time of arrays
+    shares = [abs(weight) * sqrt(matrix[i][i]) for i, weight in enumerate(w)]
+    square = sum([w[i] * sum(map(mul, w, row)) for i, row in enumerate(matrix)])
     reach = sum(shares)
     return (
-        reach * reach > 16 * max(4, len(shares)) * square
+        reach * reach > 16 * max(4, len(w)) * max(square, 0.0)
         or reach > LARGE_NORM
-        or not _fits_float32(weights, shares, 1e-8 * reach)
+        or not _fits_float32(w, shares, 1e-8 * reach)
     )
 
 
@@ -274,14 +274,14 @@ def triangular_factor(blocks: Sequence[Block], order: Tensor) -> Tensor:
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
     """Return Jᵀ w (P,) in the dtype and on the device of the rows."""
-    return (_combine if _fits_float32(weights) else _combine_in_float64)(rows, weights)
+    fits = _fits_float32(weights.tolist())
+    return (_combine if fits else _combine_in_float64)(rows, weights)
 
 
 def _fits_float32(
-    weights: Tensor, shares: Sequence[float] | None = None, least: float = 0.0
+    values: Sequence[float], shares: Sequence[float] | None = None, least: float = 0.0
 ) -> bool:
     """Whether float32 can hold all weights, except small ones whose share is <= `least`."""
-    values = weights.tolist()
     if min(values) > SMALLEST_NORMAL and max(values) < LARGE_NORM:
         return True
     sizes = [abs(value) for value in values]

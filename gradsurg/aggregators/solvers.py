@@ -12,7 +12,7 @@ or a triangular factor of them, by nonnegative least squares.
 
 from collections.abc import Callable
 from itertools import pairwise
-from math import sqrt
+from math import isfinite, sqrt
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 General = Callable[[Array, Array], Array]
+OfTwo = Callable[[float, float, float], tuple[float, float]]
 OnRows = Callable[[Array, Array, float, float], Array]
 
 RANK = 1e-6
@@ -47,15 +48,22 @@ def solve_weights(
     general: General,
     idle: float | None = 0.0,
     on_rows: OnRows | None = None,
+    of_two: OfTwo | None = None,
 ) -> Tensor:
     """Return the weights (T,) of the rows: `general(cosines, norms)`, divided by the norms.
 
     `on_rows`, that of `solve_weights_of_rows`, takes the place of `general` for nearly dependent
-    rows. Rows of norm zero are left out of the problem and get the weight `idle`; if `idle` is None
-    they share a total weight of 1 and all others get 0. NaN or infinity anywhere in G makes every
-    weight NaN.
+    rows, and `of_two(cosine, norm, other norm)` for two rows, without the cost of arrays. Rows of
+    norm zero are left out of the problem and get the weight `idle`; if `idle` is None they share a
+    total weight of 1 and all others get 0. NaN or infinity anywhere in G makes every weight NaN.
     """
     count = len(gramian)
+    if of_two is not None and count == 2:
+        (first, inner), (_, second) = gramian.tolist()
+        norms = sqrt(first), sqrt(second)
+        if isfinite(first + second + inner) and min(norms) > 0:
+            v = of_two(min(max(inner / norms[0] / norms[1], -1.0), 1.0), *norms)
+            return torch.tensor([v[0] / norms[0], v[1] / norms[1]], dtype=torch.float64)
     rows = _cosines_and_norms(gramian.double().numpy())
     if rows is None:
         return torch.full((count,), torch.nan, dtype=torch.float64)
@@ -113,7 +121,7 @@ def _is_singular(cosines: Array) -> bool:
 
 
 def _cosines_and_norms(matrix: Array) -> tuple[NDArray[np.bool_], Array, Array] | None:
-    """Return the mask of the nonzero rows, their norms and their cosines; None if G is not finite."""
+    """Return the mask of the nonzero rows, their norms and cosines; None if G is not finite."""
     if not np.isfinite(matrix).all():
         return None
     norms = np.sqrt(matrix.diagonal())

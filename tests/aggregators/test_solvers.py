@@ -1,8 +1,11 @@
 """Each solver gives the one exact solution: certified, or found by a slower and different way."""
 
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations, product
+from math import sqrt
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -11,6 +14,10 @@ import torch
 from scipy.optimize import minimize, nnls
 
 from gradsurg.aggregators import aligned_mtl, cagrad, solvers
+from gradsurg.aggregators.base import Weighting
+from gradsurg.aggregators.dual_proj import DualProj
+from gradsurg.aggregators.imtlg import IMTLG
+from gradsurg.aggregators.mgda import MGDA
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.aggregators.upgrad import UPGrad
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
@@ -380,3 +387,23 @@ def test_a_gramian_in_float32_is_solved_in_float64() -> None:
     matrix = gramian(np.array([[1.0, 0.0, 0.5], [-2.0, 1.0, 0.0], [0.0, -1.0, 3.0]]))
     found = UPGrad().weights(matrix.float())
     torch.testing.assert_close(found, UPGrad().weights(matrix.float().double()))
+
+
+@pytest.mark.parametrize("kind", [UPGrad, DualProj, MGDA, IMTLG])
+def test_the_closed_form_for_two_rows_equals_the_general_solver(
+    kind: type[Weighting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve = solvers.solve_weights
+
+    def general(*args: Any, of_two: object = None, **others: Any) -> torch.Tensor:
+        return solve(*args[:4], **others)
+
+    cosines, lengths = (-0.999, -0.7, -0.01, 0.0, 0.3, 0.9, 0.999), (1e-9, 0.5, 1.0, 3.0, 1e9)
+    for cosine, length, share in product(cosines, lengths, (0.5, 0.2)):
+        own = kind() if kind is IMTLG else kind(preference=(share, 1 - share))
+        matrix = np.array([[1.0, 0.0], [cosine * length, sqrt(1 - cosine**2) * length]])
+        found = own.weights(gramian(matrix)).numpy()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys.modules[kind.__module__], "solve_weights", general)
+            wanted = own.weights(gramian(matrix)).numpy()
+        assert found * [1, length] == pytest.approx(wanted * [1, length], rel=1e-9, abs=1e-18)
