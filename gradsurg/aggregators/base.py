@@ -172,7 +172,8 @@ class Aggregator(ABC):
         """
         if not isinstance(rows, Tensor):
             raise TypeError(f"{type(self).__name__} needs a tensor, found {rows!r}")
-        if rows.ndim != 2 or not rows.is_floating_point() or not len(rows):
+        count = rows.shape[0] if rows.ndim == 2 else 0
+        if not count or not rows.is_floating_point():
             raise TypeError(
                 f"{type(self).__name__} needs a real matrix with one row for each task, "
                 f"found {rows.dtype} of shape {list(rows.shape)}"
@@ -180,7 +181,7 @@ class Aggregator(ABC):
         # `no_grad` would cost several per cent of a product that takes a millisecond.
         rows = rows.detach() if rows.requires_grad else rows
         with without_autocast([rows]):
-            return self.merge(rows, self.init(len(rows)), context or AggregatorContext())[0]
+            return self.merge(rows, self.init(count), context or AggregatorContext())[0]
 
 
 class GramianAggregator(Aggregator):
@@ -245,7 +246,7 @@ class LossWeighting(Aggregator):
     def merge(
         self, rows: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        weights, state = self.weigh(len(rows), state, context)
+        weights, state = self.weigh(rows.shape[0], state, context)
         return combine(rows, weights), state
 
 
@@ -354,7 +355,9 @@ def combine_by_gramian(
         means = _mixed(aggregator, blocks, state[MEANS], mixing, scale)
         state = state | {MEANS: means}
         blocks = list(means.split([len(block[0]) for block in blocks], dim=1))
-    gramian = gramian_of(blocks) / (1.0 if mixing is not None else scale**2)
+    gramian = gramian_of(blocks)
+    if mixing is None and scale != 1.0:
+        gramian = gramian / scale**2
     if needs_rows(aggregator, gramian):
         assert isinstance(aggregator, SolvedOnRows)
         harmless = "non_conflicting" in aggregator.properties

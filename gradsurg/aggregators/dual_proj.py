@@ -51,8 +51,12 @@ class DualProj(Preferring, Weighting, SolvedOnRows):
         def projected(cosines: Array, norms: Array) -> Array:
             return project_onto_dual_cone(cosines, (nonzero * norms)[None])[0]
 
+        def of_two(cosine: float, first: float, second: float) -> tuple[float, float]:
+            first, second = nonzero[0] * first, nonzero[1] * second
+            return max(first, -cosine * second), max(second, -cosine * first)
+
         on_rows = partial(_projected_rows, shares=nonzero)
-        return solve_weights(gramian, projected, 1 / len(gramian), on_rows)
+        return solve_weights(gramian, projected, 1 / len(gramian), on_rows, of_two)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         shares = self.shares(len(rows))[order]

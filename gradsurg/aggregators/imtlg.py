@@ -25,7 +25,14 @@ class IMTLG(Weighting):
     tags = frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
-        return solve_weights(gramian, _equal_projections)
+        return solve_weights(gramian, _equal_projections, of_two=_equal_projections_of_two)
+
+
+def _equal_projections_of_two(cosine: float, first: float, second: float) -> tuple[float, float]:
+    if 1 + cosine <= RANK * (1 - cosine):  # opposite: without a direction to both
+        return 0.0, 0.0
+    v = 1 / (1 / first + 1 / second)
+    return v, v
 
 
 def _equal_projections(cosines: Array, norms: Array) -> Array:

@@ -42,10 +42,9 @@ class Krum(Weighting):
         matrix = gramian.numpy()
         if not np.isfinite(matrix).all():
             return torch.full((count,), torch.nan, dtype=torch.float64)
-        matrix = (matrix + matrix.T) / 2  # exact symmetry, so that rounding does not decide ties
         squares = matrix.diagonal()
-        distances = np.maximum(squares + squares[:, None] - 2 * matrix, 0.0)
-        distances.flat[:: count + 1] = 0.0
+        # Exactly symmetric, so that rounding does not decide ties, and zero on the diagonal.
+        distances = np.maximum(squares + squares[:, None] - (matrix + matrix.T), 0.0)
         nearest = np.sort(distances, axis=1)[:, 1 : count - self.num_byzantine - 1]
         chosen = np.argsort(nearest.sum(1), kind="stable")[: self.num_selected]
         weights = np.zeros(count)

@@ -2,6 +2,7 @@
 
 from dataclasses import KW_ONLY
 
+import numpy as np
 from torch import Tensor
 
 from gradsurg.aggregators._preference import Preference, Preferring
@@ -40,11 +41,19 @@ class MGDA(Preferring, Weighting):
     if_positive = frozenset()
 
     def weights(self, gramian: Tensor) -> Tensor:
-        if self.preference is None:
-            return solve_weights(gramian, min_norm_in_hull, idle=None)
-        shares = self.shares(len(gramian))
+        shares = np.ones(len(gramian)) if self.preference is None else self.shares(len(gramian))
 
         def general(cosines: Array, norms: Array) -> Array:
             return min_norm_in_hull(cosines, shares * norms)  # with a zero row it is not called
 
-        return solve_weights(gramian, general, idle=None)
+        def of_two(cosine: float, first: float, second: float) -> tuple[float, float]:
+            first, second = shares[0] * first, shares[1] * second
+            longer, shorter = max(first, second), min(first, second)
+            if cosine * longer >= shorter:  # the shorter row is nearest to zero
+                return first * (first <= second), second * (first > second)
+            ratio = shorter / longer
+            part, other = 1 - cosine * ratio, ratio * (ratio - cosine)
+            v, w = shorter * part / (part + other), longer * other / (part + other)
+            return (v, w) if first <= second else (w, v)
+
+        return solve_weights(gramian, general, idle=None, of_two=of_two)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
-from math import inf
-from operator import add
+from math import inf, sqrt
+from operator import add, mul
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ _processes: ContextVar["distributed.ProcessGroup | None"] = ContextVar("processe
 PIECE = 1 << 16
 COLUMNS = 65_536
 """Columns processed at once where an intermediate result is as large as its input."""
+SMALL = 1 << 17
+"""Entries up to which a CPU multiplies in float64 in less time than it takes to check float32."""
 SUM_COLUMNS = 4096
 """Columns whose products are summed in their own dtype; longer float32 sums lose digits."""
 
@@ -108,10 +110,11 @@ def mapped(
     """
     results, first = [], 0
     for block in blocks:
-        width = len(block[0])
         if isinstance(block, Tensor):
+            width = block.shape[1]
             results.append(function(block, first))
         else:
+            width = len(block[0])
             result = torch.empty_like(block[0], memory_format=torch.contiguous_format)
             for _, start, rows in pieces([block]):
                 result[start : start + PIECE] = function(rows, first + start)
@@ -129,14 +132,21 @@ def gramian_of(blocks: Sequence[Block]) -> Tensor:
     most 4096 columns are summed in the dtype of the rows and these sums in float64: the error of
     float32 rows is about 1e-7 |g_i| |g_j| (2e-4 for one float32 product over 1e7 columns). All
     products are computed in float64, at three times the cost, if the rows are so nearly dependent
-    that a solver would amplify this error above 1e-6, or if products leave the range of float32.
-    Half-precision rows are multiplied in float32.
+    that a solver would amplify this error above 1e-6, if products leave the range of float32, or if
+    the matrix is small. Half-precision rows are multiplied in float32.
     """
+    if _processes.get() is None and sum(map(_entries_on_cpu, blocks)) <= SMALL:
+        return reduce(add, [(wide := rows.double()) @ wide.T for _, _, rows in pieces(blocks)])
     gramian = _sum_over(blocks, _in_their_dtype)
     if all(block[0].dtype == torch.float64 for block in blocks):
         return gramian
     again = _out_of_range(gramian, blocks) or _nearly_dependent(gramian)
     return _sum_over(blocks, _in_float64) if again else gramian
+
+
+def _entries_on_cpu(block: Block) -> float:
+    """Return the number of entries of a matrix on the CPU, infinity for other blocks."""
+    return block.numel() if isinstance(block, Tensor) and block.is_cpu else inf
 
 
 def _sum_over(blocks: Sequence[Block], split: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
@@ -230,15 +240,14 @@ def combine_safely(
 
 def cancels(weights: Tensor, gramian: Tensor) -> bool:
     """Whether Jᵀ w needs float64: the rows cancel, or float32 does not hold a weight or a sum."""
-    w, matrix = weights.numpy(), gramian.numpy()
-    with np.errstate(all="ignore"):
-        shares = (abs(w) * np.sqrt(matrix.diagonal())).tolist()
-        square = max(float(w @ matrix @ w), 0.0)
+    w, matrix = weights.tolist(), gramian.tolist()  # for a few tasks in half the time of arrays
+    shares = [abs(weight) * sqrt(matrix[i][i]) for i, weight in enumerate(w)]
+    square = sum([w[i] * sum(map(mul, w, row)) for i, row in enumerate(matrix)])
     reach = sum(shares)
     return (
-        reach * reach > 16 * max(4, len(w)) * square
+        reach * reach > 16 * max(4, len(w)) * max(square, 0.0)
         or reach > LARGE_NORM
-        or not _fits_float32(weights, shares, 1e-8 * reach)
+        or not _fits_float32(w, shares, 1e-8 * reach)
     )
 
 
@@ -265,14 +274,14 @@ def triangular_factor(blocks: Sequence[Block], order: Tensor) -> Tensor:
 
 def combine(rows: Tensor, weights: Tensor) -> Tensor:
     """Return Jᵀ w (P,) in the dtype and on the device of the rows."""
-    return (_combine if _fits_float32(weights) else _combine_in_float64)(rows, weights)
+    fits = _fits_float32(weights.tolist())
+    return (_combine if fits else _combine_in_float64)(rows, weights)
 
 
 def _fits_float32(
-    weights: Tensor, shares: Sequence[float] | None = None, least: float = 0.0
+    values: Sequence[float], shares: Sequence[float] | None = None, least: float = 0.0
 ) -> bool:
     """Whether float32 can hold all weights, except small ones whose share is <= `least`."""
-    values = weights.tolist()
     if min(values) > SMALLEST_NORMAL and max(values) < LARGE_NORM:
         return True
     sizes = [abs(value) for value in values]

@@ -11,9 +11,8 @@ or a triangular factor of them, by nonnegative least squares.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import pairwise
-from math import sqrt
+from math import isfinite, sqrt
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 General = Callable[[Array, Array], Array]
+OfTwo = Callable[[float, float, float], tuple[float, float]]
 OnRows = Callable[[Array, Array, float, float], Array]
 
 RANK = 1e-6
@@ -33,7 +33,6 @@ MAX_BLOCK_PIVOTS = 8  # block pivots before falling back to one variable at a ti
 NEWTON_STEPS = 200
 POWER_STEP = 4.0  # factor between the powers of a continuation
 TINY = 1e-30  # relative to the largest entry: negligible
-CACHED_GRAMIANS = 16  # results cached, for several aggregators on the same Gramian
 
 
 class NotConverged(ArithmeticError):
@@ -49,22 +48,29 @@ def solve_weights(
     general: General,
     idle: float | None = 0.0,
     on_rows: OnRows | None = None,
+    of_two: OfTwo | None = None,
 ) -> Tensor:
     """Return the weights (T,) of the rows: `general(cosines, norms)`, divided by the norms.
 
     `on_rows`, that of `solve_weights_of_rows`, takes the place of `general` for nearly dependent
-    rows. Rows of norm zero are left out of the problem and get the weight `idle`; if `idle` is None
-    they share a total weight of 1 and all others get 0. NaN or infinity anywhere in G makes every
-    weight NaN.
+    rows, and `of_two(cosine, norm, other norm)` for two rows, without the cost of arrays. Rows of
+    norm zero are left out of the problem and get the weight `idle`; if `idle` is None they share a
+    total weight of 1 and all others get 0. NaN or infinity anywhere in G makes every weight NaN.
     """
     count = len(gramian)
-    rows = _cosines_and_norms(gramian.double().numpy().tobytes(), count)
+    if of_two is not None and count == 2:
+        (first, inner), (_, second) = gramian.tolist()
+        norms = sqrt(first), sqrt(second)
+        if isfinite(first + second + inner) and min(norms) > 0:
+            v = of_two(min(max(inner / norms[0] / norms[1], -1.0), 1.0), *norms)
+            return torch.tensor([v[0] / norms[0], v[1] / norms[1]], dtype=torch.float64)
+    rows = _cosines_and_norms(gramian.double().numpy())
     if rows is None:
         return torch.full((count,), torch.nan, dtype=torch.float64)
     alive, norms, cosines = rows
     if idle is None and len(norms) < count:
         return torch.from_numpy(~alive / (~alive).sum())
-    if on_rows is not None and _is_singular(cosines.tobytes(), len(norms)):
+    if on_rows is not None and _is_singular(cosines):
         unit = factor(cosines, np.finfo(float).eps)
         v = on_rows(unit, norms, GRAMIAN_RIDGE, sqrt(RANK))
     else:
@@ -98,16 +104,15 @@ def _with_idle(shares: Array, alive: NDArray[np.bool_], idle: float) -> Tensor:
 
 def is_nearly_dependent(gramian: Tensor) -> bool:
     """Whether three or more rows are so nearly dependent that a Gramian does not determine them."""
-    count = len(gramian)
-    rows = _cosines_and_norms(gramian.numpy().tobytes(), count) if count > 2 else None
-    return rows is not None and _is_singular(rows[2].tobytes(), len(rows[1]))
+    rows = _cosines_and_norms(gramian.numpy()) if len(gramian) > 2 else None
+    return rows is not None and _is_singular(rows[2])
 
 
-@lru_cache(maxsize=CACHED_GRAMIANS)
-def _is_singular(cosines: bytes, count: int) -> bool:
+def _is_singular(cosines: Array) -> bool:
     """Whether an eigenvalue is below RANK times the number of rows."""
-    shifted = np.frombuffer(cosines).reshape(count, count).copy()
-    shifted.flat[:: count + 1] -= RANK * count
+    if len(cosines) == 2:  # the smallest eigenvalue is 1 - |cosine|
+        return abs(cosines[0, 1]) > 1 - 2 * RANK
+    shifted = cosines - RANK * len(cosines) * np.eye(len(cosines))
     try:
         np.linalg.cholesky(shifted)
     except np.linalg.LinAlgError:
@@ -115,44 +120,29 @@ def _is_singular(cosines: bytes, count: int) -> bool:
     return False
 
 
-@lru_cache(maxsize=CACHED_GRAMIANS)
-def _cosines_and_norms(gramian: bytes, count: int) -> tuple[NDArray[np.bool_], Array, Array] | None:
-    """Return the mask of the nonzero rows, their norms and their cosines; None if G is not finite.
-
-    Cached: the returned arrays are shared and read-only.
-    """
-    matrix = np.frombuffer(gramian).reshape(count, count)
+def _cosines_and_norms(matrix: Array) -> tuple[NDArray[np.bool_], Array, Array] | None:
+    """Return the mask of the nonzero rows, their norms and cosines; None if G is not finite."""
     if not np.isfinite(matrix).all():
         return None
     norms = np.sqrt(matrix.diagonal())
     alive = norms > 0
     if not alive.all():
         norms, matrix = norms[alive], matrix[np.ix_(alive, alive)]
-    cosines = cosines_of(matrix, norms)
-    for array in (alive, norms, cosines):
-        array.flags.writeable = False
-    return alive, norms, cosines
+    return alive, norms, cosines_of(matrix, norms)
 
 
 def cosines_of(matrix: Array, norms: Array) -> Array:
-    return (matrix / norms / norms[:, None]).clip(-1.0, 1.0)
+    # `clip` takes three times as long for a few rows.
+    return np.maximum(np.minimum(matrix / norms / norms[:, None], 1.0), -1.0)
 
 
 def factor(matrix: Array, tolerance: float = RANK) -> Array:
     """Return A (T, rank) with A Aᵀ = `matrix`, without eigenvalues below `tolerance` times the
     largest.
     """
-    values, vectors = _eigen(matrix.tobytes(), len(matrix))
+    values, vectors = np.linalg.eigh(matrix)
     kept = values > tolerance * values[-1]
     return vectors[:, kept] * np.sqrt(values[kept])
-
-
-@lru_cache(maxsize=2 * CACHED_GRAMIANS)
-def _eigen(matrix: bytes, count: int) -> tuple[Array, Array]:
-    """Return the eigenvalues in ascending order, and the eigenvectors."""
-    values, vectors = np.linalg.eigh(np.frombuffer(matrix).reshape(count, count))
-    values.flags.writeable = vectors.flags.writeable = False
-    return values, vectors
 
 
 def equiangular(cosines: Array, target: Array | float = 1.0) -> tuple[Array, Array]:
@@ -161,10 +151,10 @@ def equiangular(cosines: Array, target: Array | float = 1.0) -> tuple[Array, Arr
     C v is t if the rows are independent, else its least-squares approximation, with the
     minimum-norm v.
     """
-    values, vectors = _eigen(cosines.tobytes(), len(cosines))
+    values, vectors = np.linalg.eigh(cosines)
     kept = values > RANK * values[-1]
     vectors = vectors[:, kept]
-    sums = np.broadcast_to(target, len(cosines)) @ vectors
+    sums = (target * np.ones(len(cosines))) @ vectors
     return vectors @ (sums / values[kept]), vectors @ sums
 
 

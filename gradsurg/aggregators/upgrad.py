@@ -49,8 +49,12 @@ class UPGrad(Preferring, Weighting, SolvedOnRows):
         def projected(cosines: Array, norms: Array) -> Array:
             return (nonzero * norms) @ project_onto_dual_cone(cosines, np.eye(len(norms)))
 
+        def of_two(cosine: float, first: float, second: float) -> tuple[float, float]:
+            first, second, removed = nonzero[0] * first, nonzero[1] * second, min(cosine, 0.0)
+            return first - removed * second, second - removed * first
+
         on_rows = partial(_projected_rows, shares=nonzero)
-        return solve_weights(gramian, projected, 1 / len(gramian), on_rows)
+        return solve_weights(gramian, projected, 1 / len(gramian), on_rows, of_two)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         shares = self.shares(len(rows))[order]

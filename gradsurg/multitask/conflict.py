@@ -20,7 +20,6 @@ from gradsurg.aggregators.base import (
     GramianAggregator,
     LossWeighting,
 )
-from gradsurg.aggregators.solvers import CACHED_GRAMIANS
 from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_NUMBERS, CONFLICT_TASK_NAMES
 from gradsurg.effects.summary import AUTO, MAX_SITES, SITES
 from gradsurg.effects.tables import aligned
@@ -333,13 +332,11 @@ def alternatives(measurements: Iterable[Measurement]) -> list[dict[str, Alternat
     other order.
     """
     comparisons = [_Comparison(measurement) for measurement in measurements]
-    for start in range(0, len(comparisons), CACHED_GRAMIANS):  # within the cache of the solvers
-        block = comparisons[start : start + CACHED_GRAMIANS]
-        for count in {len(comparison.gramian) for comparison in block}:
-            of_count = [comparison for comparison in block if len(comparison.gramian) == count]
-            for name, aggregator, state in _comparable(count):
-                for comparison in of_count:
-                    comparison.evaluate(name, aggregator, state)
+    for count in {len(comparison.gramian) for comparison in comparisons}:
+        of_count = [comparison for comparison in comparisons if len(comparison.gramian) == count]
+        for name, aggregator, state in _comparable(count):
+            for comparison in of_count:
+                comparison.evaluate(name, aggregator, state)
     return [comparison.alternatives() for comparison in comparisons]
 
 

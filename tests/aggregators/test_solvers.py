@@ -1,8 +1,11 @@
 """Each solver gives the one exact solution: certified, or found by a slower and different way."""
 
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations, product
+from math import sqrt
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -11,6 +14,10 @@ import torch
 from scipy.optimize import minimize, nnls
 
 from gradsurg.aggregators import aligned_mtl, cagrad, solvers
+from gradsurg.aggregators.base import Weighting
+from gradsurg.aggregators.dual_proj import DualProj
+from gradsurg.aggregators.imtlg import IMTLG
+from gradsurg.aggregators.mgda import MGDA
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.aggregators.upgrad import UPGrad
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
@@ -365,26 +372,38 @@ def test_small_rows_keep_their_precision_beside_large_ones(
     assert found == pytest.approx(exact, rel=1e-12)
 
 
-def test_cached_results_belong_to_their_gramian() -> None:
+def test_a_solver_gets_the_cosines_and_norms_of_the_nonzero_rows() -> None:
     rows = torch.randn(6, 3, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gramians = [*(rows @ rows.mT), torch.diag(torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64))]
-
-    def cosines(cosines: np.ndarray, norms: np.ndarray) -> np.ndarray:
-        assert not cosines.flags.writeable
-        assert not norms.flags.writeable
-        return cosines.sum(1) * norms
-
-    for one in gramians * 2:
+    for one in gramians:
         norms = one.diagonal().sqrt()
         safe = torch.where(norms > 0, norms, 1.0)
         wanted = (one / safe / safe[:, None]).sum(1)
-        torch.testing.assert_close(solvers.solve_weights(one, cosines), wanted)
-    values, vectors = solvers._eigen(np.eye(3).tobytes(), 3)
-    assert not values.flags.writeable
-    assert not vectors.flags.writeable
+        found = solvers.solve_weights(one, lambda cosines, norms: cosines.sum(1) * norms)
+        torch.testing.assert_close(found, wanted)
 
 
 def test_a_gramian_in_float32_is_solved_in_float64() -> None:
     matrix = gramian(np.array([[1.0, 0.0, 0.5], [-2.0, 1.0, 0.0], [0.0, -1.0, 3.0]]))
     found = UPGrad().weights(matrix.float())
     torch.testing.assert_close(found, UPGrad().weights(matrix.float().double()))
+
+
+@pytest.mark.parametrize("kind", [UPGrad, DualProj, MGDA, IMTLG])
+def test_the_closed_form_for_two_rows_equals_the_general_solver(
+    kind: type[Weighting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve = solvers.solve_weights
+
+    def general(*args: Any, of_two: object = None, **others: Any) -> torch.Tensor:
+        return solve(*args[:4], **others)
+
+    cosines, lengths = (-0.999, -0.7, -0.01, 0.0, 0.3, 0.9, 0.999), (1e-9, 0.5, 1.0, 3.0, 1e9)
+    for cosine, length, share in product(cosines, lengths, (0.5, 0.2)):
+        own = kind() if kind is IMTLG else kind(preference=(share, 1 - share))
+        matrix = np.array([[1.0, 0.0], [cosine * length, sqrt(1 - cosine**2) * length]])
+        found = own.weights(gramian(matrix)).numpy()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys.modules[kind.__module__], "solve_weights", general)
+            wanted = own.weights(gramian(matrix)).numpy()
+        assert found * [1, length] == pytest.approx(wanted * [1, length], rel=1e-9, abs=1e-18)

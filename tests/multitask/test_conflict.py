@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorContext
-from gradsurg.aggregators.solvers import CACHED_GRAMIANS
 from gradsurg.multitask.conflict import (
     BATCH,
     EQUIVALENTS,
@@ -208,7 +207,7 @@ def test_an_aggregator_that_refuses_the_losses_is_left_out(losses: tuple[float] 
 
 def test_conflicts_fetched_together_have_separate_alternatives() -> None:
     conflicts, alone = Conflicts(), []
-    for number in range(CACHED_GRAMIANS + 5):
+    for number in range(21):
         count = 2 + number % 3
         rows = awkward(count, number)
         own, context = ("mean", "mgda")[number % 2], AggregatorContext(number, 0, "shared")
