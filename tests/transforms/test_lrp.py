@@ -122,13 +122,17 @@ def test_the_hooks_of_others_do_not_see_the_forward_that_runs_again() -> None:
 
 
 class Doubled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 2)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input * 2)
 
 
 def hooked(layer: nn.Module) -> nn.Module:
-    layer.register_forward_hook(lambda module, args, output: output * 2)
+    layer.register_forward_hook(_doubled)
     return layer
+
+
+def _doubled(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * 2
 
 
 def replaced(layer: nn.Linear) -> nn.Module:
