@@ -44,9 +44,10 @@ class LRP(Stateless):
     2021), as in zennit. `epsilon` is added to each denominator with its sign, and is positive at 0.
 
     `Inputs` of modules that take and return one tensor; `gamma` and `zplus` at linear and
-    convolutional layers. The module's forward runs again in the backward pass, without its hooks.
-    It ignores the gradient, except for its dtype; NaN and infinities of e, x and z spread as in the
-    module, and an empty tensor stays empty.
+    convolutional layers. The module's forward runs again in the backward pass, without its hooks,
+    except with `epsilon` at PyTorch's own linear layers and convolutions. It ignores the gradient,
+    except for its dtype; NaN and infinities of e, x and z spread as in the module, and an empty
+    tensor stays empty.
     """
 
     rule: Literal["epsilon", "gamma", "zplus", "identity"] = "epsilon"
@@ -63,6 +64,11 @@ class LRP(Stateless):
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         layer, x, output, entering = layer_of(self, context)
+        if self.rule == "epsilon" and layer.is_affine:
+            # R / z = e |z| / |z|, where epsilon needs no sign. The temporaries are reused.
+            size = widened(output).abs()
+            share = (widened(entering) * size).div_(size.add_(self.epsilon))
+            return layer.pulled_back(share.to(output.dtype)).to(grad.dtype)
         relevance = widened(entering) * output
         match self.rule:
             case "epsilon":

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import gradsurg as gs
+from gradsurg.transforms.base import LayerCall
 
 EPSILON, GAMMA = 1e-6, 0.25
 LAYERS = gs.Inputs(types="re:Linear|Conv2d")
@@ -117,6 +119,71 @@ def test_the_hooks_of_others_do_not_see_the_forward_that_runs_again() -> None:
     with surgery("gamma").attach(model):
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
     assert len(seen) == 1
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input * 2)
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(_doubled)
+    return layer
+
+
+def _doubled(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def replaced(layer: nn.Linear) -> nn.Module:
+    layer.forward = lambda x: layer.weight.sum() * x  # pyright: ignore[reportAttributeAccessIssue]
+    return layer
+
+
+LAYER_CALLS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
+    # a layer, the shape of its input, and how often its forward runs again
+    "linear": (nn.Linear(4, 3), (2, 4), 0),
+    "linear of sequences": (nn.Linear(4, 3, bias=False), (2, 5, 4), 0),
+    "linear of one vector": (nn.Linear(4, 3), (4,), 0),
+    "conv1d": (nn.Conv1d(2, 3, 3, stride=2), (2, 2, 8), 0),
+    "conv2d": (nn.Conv2d(4, 6, 3, (2, 1), (1, 0), 2, groups=2), (2, 4, 7, 8), 0),
+    "conv3d": (nn.Conv3d(2, 3, 2), (2, 2, 3, 4, 4), 0),
+    "conv2d of one image": (nn.Conv2d(2, 3, 3), (2, 5, 5), 1),
+    "named padding": (nn.Conv2d(2, 3, 3, padding="same"), (2, 2, 5, 5), 1),
+    "circular": (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2, 5, 5), 1),
+    "transposed": (nn.ConvTranspose2d(2, 3, 3), (2, 2, 4, 4), 1),
+    "parametrized": (parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4), 1),
+    "subclass": (Doubled(4, 3), (2, 4), 1),
+    "output changed by a hook": (hooked(nn.Linear(4, 3)), (2, 4), 1),
+    "another forward": (replaced(nn.Linear(4, 4)), (2, 4), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_CALLS)
+def test_epsilon_pulls_the_share_of_each_output_back_through_the_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layer, shape, count = LAYER_CALLS[name]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    again: list[LayerCall] = []
+    forward = LayerCall.__call__
+
+    def counted(call: LayerCall, value: Tensor) -> Tensor:
+        again.append(call)
+        return forward(call, value)
+
+    monkeypatch.setattr(LayerCall, "__call__", counted)
+    model = nn.Sequential(layer).double()
+    with surgery("epsilon", gs.Inputs("0")).attach(model):
+        score = model(x)
+        weights = torch.randn_like(score)
+        (score * weights).sum().backward()
+    z = layer.forward(x)
+    share = weights * score.detach() / (z + torch.where(z < 0, -EPSILON, EPSILON))
+    (expected,) = torch.autograd.grad(z, x, share.detach())
+    torch.testing.assert_close(x.grad, expected, rtol=1e-9, atol=1e-11)
+    assert len(again) == count
 
 
 class Two(nn.Module):
