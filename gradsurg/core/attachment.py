@@ -16,7 +16,7 @@ from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.list_hook import ListHook
 from gradsurg.core.observers import observed_modules
 from gradsurg.core.operation import Operation
-from gradsurg.core.pitfalls import MOMENTS, listeners_of, listening, refusal
+from gradsurg.core.pitfalls import LISTENING, MOMENTS, listening, refusal
 from gradsurg.core.pitfalls.base import Pitfall
 from gradsurg.core.site_hook import Joint, SiteHook, callers
 from gradsurg.core.traced import TracedHook, why_it_breaks
@@ -26,7 +26,7 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
-from gradsurg.sites.selection import one_scan
+from gradsurg.sites.selection import names_of, one_scan, owned_params
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.transforms.base import TransformState
@@ -107,6 +107,16 @@ class Attachment:
         if model is None:
             raise RuntimeError(DETACHED)
         return model
+
+    @property
+    def modules(self) -> Mapping[nn.Module, Sequence[str]]:
+        """The modules of the model, with their names."""
+        return names_of(self.model)
+
+    @property
+    def params(self) -> Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]:
+        """The parameters of the model, with their names and owners."""
+        return owned_params(self.model)
 
     def check_open(self) -> None:
         """Raise RuntimeError if the surgery is detached."""
@@ -301,7 +311,6 @@ class Attachment:
             operation.set(operation.intervention)
             for hook in operation.hooks.values():
                 hook.forget_steps()
-        self.tell("state_loaded")
 
     def close(self) -> None:
         """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
@@ -587,8 +596,8 @@ class Attachment:
         for pitfall in listening(kinds):
             if pitfall not in self._pitfalls:
                 self._pitfalls[pitfall] = made = pitfall()
-                for moment, listener in listeners_of(made):
-                    self.listeners[moment].append(listener)
+                for moment in LISTENING[pitfall]:
+                    self.listeners[moment].append(getattr(made, moment))
         if self.listeners["forward_ended"] and self.processes > 1 and not self._listens_to_forward:
             self._listens_to_forward = True
 

@@ -61,7 +61,7 @@ def _contexts(item: Intervention, model: nn.Module) -> list[str]:
     """Return a line for each cell of the table of contexts that applies to a model as it is."""
     rows = visible_rows(item.at, model, "" if item.aggregator else item.stage)
     lines = [
-        f"  {f'{row.kind} {row.stage}'.rstrip()} {row.outcome} in {row.context}: {row.sentences}"
+        f"  {row.label} {row.cell.outcome} in {row.context}: {row.cell.text}"
         for row in dict.fromkeys(rows)
     ]
     if item.aggregator is None and any(map(compiling.is_compiled, model.modules())):

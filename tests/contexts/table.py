@@ -8,20 +8,20 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from gradsurg.core import pitfalls
-from gradsurg.core.pitfalls import CONTEXTS, ROWS, Cell, rows_of
+from gradsurg.core.pitfalls import CONTEXTS, ROWS, Row, rows_of
 from tests.contexts.kinds import BEGIN, END, README, kind_of
 
 
 def stated(name: str, context: str) -> str:
     """Return the outcome in the rows."""
-    rows = {of.context: of.outcome for of in rows_of(kind_of(name).make())}
+    rows = {of.context: of.cell.outcome for of in rows_of(kind_of(name).make())}
     return rows.get(context, "acts")
 
 
 def table() -> str:
     """Return the stated table in Markdown, with a row for each kind, and the reasons below it."""
     lines = [f"| site | {' | '.join(CONTEXTS)} |", f"|{'---|' * (1 + len(CONTEXTS))}"]
-    for name in (f"{kind} {mode}".rstrip() for kind, mode in pitfalls.KINDS):
+    for name in (kind.replace(".", " ") for kind in pitfalls.KINDS):
         lines.append(f"| {' | '.join([name, *(stated(name, context) for context in CONTEXTS)])} |")
     lines.append("")
     for context, meaning in CONTEXTS.items():
@@ -35,13 +35,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _reasons(rows: Iterable[Cell]) -> list[str]:
+def _reasons(rows: Iterable[Row]) -> list[str]:
     """Return a line for each reason, with the kinds that have it."""
     lines = []
-    for (outcome, text), same in groupby(rows, lambda of: (of.outcome, of.sentences)):
-        names = [f"{of.kind} {of.stage}".rstrip().replace("*", "every kind") for of in same]
-        shown = re.sub(r"'?\{(\w+)\}'?", r"*\1*", text)
-        lines.append(f"  - *{outcome}*: {', '.join(names)}: {shown}")
+    for cell, same in groupby(rows, lambda of: of.cell):
+        shown = re.sub(r"'?\{(\w+)\}'?", r"*\1*", cell.text)
+        lines.append(f"  - *{cell.outcome}*: {', '.join(of.label for of in same)}: {shown}")
     return lines
 
 

@@ -25,13 +25,14 @@ from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.pitfalls import PITFALLS, Pitfall
 from gradsurg.core.pitfalls.accumulation import PartsOfASum
+from gradsurg.core.pitfalls.checkpoints import GraphInBackward
 from gradsurg.core.pitfalls.compiled import LateHooks
 from gradsurg.core.pitfalls.ddp import BeforeAverage
 from gradsurg.core.pitfalls.discarded_hooks import DiscardedHooks
-from gradsurg.core.pitfalls.loss_scale import UnknownScaler
+from gradsurg.core.pitfalls.loss_scale import LossScale
 from gradsurg.core.pitfalls.nan_states import NanStates
 from gradsurg.core.pitfalls.never_called import NeverCalled
-from gradsurg.core.pitfalls.reentrant_checkpoint import SeveralPasses
+from gradsurg.core.pitfalls.optimizer_steps import UncountedSteps
 from gradsurg.core.pitfalls.replaced import Replaced
 from gradsurg.core.pitfalls.two_surgeries import TwoSurgeries
 from gradsurg.effects.effects import Effects
@@ -51,14 +52,11 @@ KNOWN = {
 }
 """The names that an example may use besides `torch`, `nn` and `copy`."""
 
-SHOWN = [each for each in PITFALLS if Pitfall in each.__bases__]
-"""One for each cause; the others are variants of these."""
-
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called, module output should be")
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("pitfall", SHOWN)
+@pytest.mark.parametrize("pitfall", PITFALLS)
 def test_the_example_of_a_pitfall_runs(pitfall: type[Pitfall]) -> None:
     torch.compiler.reset()
     names = {"torch": torch, "nn": nn, "copy": copy, **KNOWN}
@@ -76,16 +74,14 @@ def test_the_example_of_a_pitfall_runs(pitfall: type[Pitfall]) -> None:
 def test_a_pitfall_is_explained_and_has_an_outcome(pitfall: type[Pitfall]) -> None:
     assert pitfall.__doc__
     assert sys.modules[pitfall.__module__].__doc__
-    assert pitfall.context
-    assert pitfall.why
-    # PyTorch itself raises the error of one of them.
-    outcomes = {
-        "refused",
-        "warned",
-        "reported",
-        *["n/a"] * (pitfall.__name__ == "HiddenParameters"),
-    }
-    assert pitfall.outcome in outcomes
+    assert pitfall.rows
+    for (context, kinds), cell in pitfall.rows.items():
+        assert context
+        assert kinds
+        assert cell.text
+        # PyTorch itself raises the error of one of them.
+        is_of_pytorch = (context, kinds) == ("checkpoint, reentrant", "Captured")
+        assert (cell.outcome == "n/a") == is_of_pytorch
 
 
 CLIP, SCALE = gs.Intervention(gs.Clip(1.0)), gs.Intervention(gs.Scale(2.0))
@@ -107,7 +103,7 @@ class Operation:
         self.note = self.notes.append
 
     def _hook(self, site: str, calls: int) -> Any:
-        context = SimpleNamespace(call=calls - 1)
+        context = SimpleNamespace(call=calls - 1, step=-1)
         return SimpleNamespace(operation=self, entry=Entry("f", site), contexts=[context])
 
 
@@ -121,9 +117,17 @@ class Surgery:
         self.shadow, self.is_compiled, self.processes, self.scaler = False, False, 2, None
         self.told: dict[str, str] = {}
         self.at_first_steps: list[Callable[[], None]] = []
+        self.modules = {module: [name] for name, module in self.model.named_modules()}
+        self.params = {param: [(name, self.model)] for name, param in self.model.named_parameters()}
+        self.listening: list[Any] = []  # Any: pitfalls
 
     def expect_unmet(self) -> None:
         """All sites were met."""
+
+    def tell(self, moment: str) -> None:
+        for pitfall in self.listening:
+            for text in getattr(pitfall, moment)(self) or ():
+                self.warn_once(text)
 
     def tell_scaler(self) -> None:
         """There are no aggregators."""
@@ -170,7 +174,7 @@ def test_passes_of_reentrant_checkpoints_are_told(
 ) -> None:
     layer, x = nn.Linear(1, 1), torch.ones(1, 1, requires_grad=True)
     operation = Operation(item, {"weight": 1})
-    surgery, pitfall, calls = Surgery(operation, model=layer), SeveralPasses(), []
+    surgery, pitfall, calls = Surgery(operation, model=layer), GraphInBackward(), []
     pitfall.attached(surgery)
 
     def see(grad: torch.Tensor) -> None:
@@ -195,13 +199,15 @@ def test_the_same_intervention_in_two_open_surgeries_is_told_once() -> None:
     for pitfall, surgery in zip(pitfalls, (*made, other), strict=True):
         pitfall.attached(surgery)
     first, second = (each.operations[0].hooks["a"] for each in made)
-    pitfalls[0].first_gradient(made[0], first)
-    assert not made[0].told
+    told = [texts(pitfalls[0].first_gradient(made[0], first))]
     first.entry.fired = second.entry.fired = 1
-    pitfalls[2].first_gradient(other, other.operations[0].hooks["a"])
-    pitfalls[1].first_gradient(made[1], second)
-    pitfalls[0].first_gradient(made[0], first)
-    assert [[*each.told] for each in (other, *made)] == [[], [], ["two surgeries"]]
+    told.append(texts(pitfalls[2].first_gradient(other, other.operations[0].hooks["a"])))
+    told.append(texts(pitfalls[1].first_gradient(made[1], second)))
+    told.append(texts(pitfalls[0].first_gradient(made[0], first)))
+    for pitfall in pitfalls:
+        pitfall.stack.close()
+    assert [bool(text) for text in told] == [False, False, True, False]
+    assert told[2].startswith("f: two open surgeries")
 
 
 def test_a_closed_surgery_is_no_second_one() -> None:
@@ -211,25 +217,40 @@ def test_a_closed_surgery_is_no_second_one() -> None:
     first.attached(one)
     second.attached(two)
     one.operations[0].hooks["a"].entry.fired = 1
-    first.closed(one)
-    second.first_gradient(two, two.operations[0].hooks["a"])
-    assert not two.told
+    first.stack.close()
+    assert not texts(second.first_gradient(two, two.operations[0].hooks["a"]))
+    second.stack.close()
 
 
-def test_discarded_hooks_are_told_after_two_steps_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_discarded_hooks_are_told_where_no_hook_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
     # C++ code of experiments/hooks_tour does so; here the probe stands in for a compiler.
     monkeypatch.setattr("gradsurg.torch_internals.autograd.without_hooks", list)
     late = gs.Intervention(gs.Clip(1.0), gs.Parameters(stage="accumulated"))
-    sites = {"first.weight": 1, "first.bias": 1, "first#0": 1}
+    sites = {"first.weight": 1, "first.bias": 1, "last.bias": 1, "first#0": 1}
     surgery, pitfall = Surgery(Operation(CLIP, sites), Operation(late, sites)), DiscardedHooks()
-    assert texts(pitfall.step_ended(surgery)) == ""
-    told = texts(pitfall.step_ended(surgery))
+    pitfall.attached(surgery)
+    assert texts(pitfall.closed(surgery)) == ""  # there is no gradient
+    surgery.operations[0].hooks["last.bias"].contexts[0].step = 1
+    surgery.clock.step = 2
+    told = texts(pitfall.first_steps_ended(surgery))
     assert told.startswith("f: a hook that C++ code registered on first.weight, first.bias has di")
     assert "\n" not in told
-    assert texts(pitfall.step_ended(surgery)) == ""
     assert texts(pitfall.closed(surgery)) == told
+    surgery.clock.step = 3
+    assert "last.bias" in texts(pitfall.closed(surgery))
+
+
+def test_discarded_hooks_are_told_of_gradients_where_no_step_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gradsurg.torch_internals.autograd.without_hooks", list)
+    surgery, pitfall = (
+        Surgery(Operation(CLIP, {"first.weight": 1, "first.bias": 1})),
+        DiscardedHooks(),
+    )
+    pitfall.attached(surgery)
+    surgery.model.first.bias.grad = torch.zeros(5)
+    assert "registered on first.bias has" in texts(pitfall.closed(surgery))
 
 
 def test_a_nan_in_a_state_is_told_with_its_site() -> None:
@@ -326,7 +347,7 @@ STEPS = gs.Intervention(gs.Clip(1.0), when=gs.Steps(stop=2))
 def test_a_trigger_whose_clock_stands_still_is_told(
     item: Intervention, steps: int, epochs: int, told: str
 ) -> None:
-    surgery, pitfall = Surgery(Operation(item)), NeverCalled()
+    surgery, pitfall = Surgery(Operation(item)), UncountedSteps()
     surgery.clock.step, surgery.clock.counted_epochs = 5, 3
     pitfall.attached(surgery)
     surgery.clock.step += steps
@@ -341,7 +362,7 @@ def test_a_trigger_whose_clock_stands_still_is_told(
 def test_a_grad_scaler_that_attach_was_not_told_of_is_noticed_in_the_first_step(
     is_given: bool,
 ) -> None:
-    surgery, pitfall, told = Surgery(Operation(SCALE), Operation(CLIP)), UnknownScaler(), []
+    surgery, pitfall, told = Surgery(Operation(SCALE), Operation(CLIP)), LossScale(), []
     optimizer = torch.optim.SGD(surgery.model.parameters())
     optimizer.register_step_post_hook(lambda *_: told.append(texts(pitfall.step_ended(surgery))))
     scaler = torch.amp.GradScaler("cpu")
@@ -360,24 +381,30 @@ def _steps(surgery: Surgery, optimizer: torch.optim.Optimizer, number: int) -> N
         optimizer.step()
 
 
-def _unused(*operations: Operation) -> tuple[Surgery, NeverCalled, torch.optim.Optimizer]:
-    """Return a surgery at a site that sees no gradient, listening, and an optimizer."""
-    surgery, pitfall = Surgery(*operations), NeverCalled()
+def _unused(*operations: Operation) -> tuple[Surgery, UncountedSteps, torch.optim.Optimizer]:
+    """Return a surgery at a site that sees no gradient, its watch, and an optimizer."""
+    surgery, watch, silent = Surgery(*operations), UncountedSteps(), NeverCalled()
     surgery.ledger.enter("f", "unused")
-    pitfall.attached(surgery)
-    return surgery, pitfall, torch.optim.SGD(surgery.model.parameters(), 0.1)
+    surgery.listening = [silent]
+    watch.attached(surgery)
+    silent.attached(surgery)
+    return surgery, watch, torch.optim.SGD(surgery.model.parameters(), 0.1)
+
+
+def _silent(surgery: Surgery) -> str:
+    return texts(surgery.listening[0].closed(surgery))
 
 
 def test_sites_without_a_gradient_are_told_after_two_counted_steps() -> None:
-    surgery, pitfall, optimizer = _unused(Operation(STEPS))
+    surgery, watch, optimizer = _unused(Operation(STEPS))
     surgery.steps.bind(optimizer)
-    optimizer.register_step_post_hook(lambda *_: pitfall.step_ended(surgery))
+    optimizer.register_step_post_hook(lambda *_: watch.step_ended(surgery))
     _steps(surgery, optimizer, 1)
     assert not surgery.told
     _steps(surgery, optimizer, 3)
     assert [*surgery.told] == ["f silent"]
     assert surgery.told["f silent"].endswith("in the first steps no gradient has passed at: unused")
-    assert texts(pitfall.closed(surgery)).startswith("f: attached, but no gradient ever passed at")
+    assert _silent(surgery).startswith("f: attached, but no gradient ever passed at")
     surgery.steps.close()
 
 
@@ -397,15 +424,15 @@ def test_steps_that_are_not_counted_are_seen_by_the_parameters() -> None:
 
 
 def test_a_site_that_has_acted_and_a_trigger_that_waits_are_not_told() -> None:
-    surgery, pitfall, _ = _unused(Operation(CLIP))
+    surgery, watch, _ = _unused(Operation(CLIP))
     surgery.ledger.enter("f", "used").fired = 1
     late = Operation(CLIP, answer=False)
     late.label = "late"
     surgery.operations = (*surgery.operations, late)
     for _ in range(2):
-        pitfall.step_ended(surgery)
+        watch.step_ended(surgery)
     assert not surgery.told
-    assert texts(pitfall.closed(surgery)).startswith("f: attached, but no gradient ever passed at")
+    assert _silent(surgery).startswith("f: attached, but no gradient ever passed at")
 
 
 def test_what_is_watched_is_released_with_the_stack() -> None:

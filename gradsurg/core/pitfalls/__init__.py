@@ -1,16 +1,16 @@
-"""Pitfalls: ways in which PyTorch's hooks mislead, one file each, and the table made from them."""
+"""Pitfalls: ways in which PyTorch's hooks mislead, and the table of contexts made from them."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import NamedTuple, Protocol
 
-from torch import nn
+from torch import distributed, nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.core.pitfalls.base import Outcome, Pitfall, Texts
+from gradsurg.core.pitfalls.base import Cell, Pitfall
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -28,18 +28,20 @@ class Selected(Protocol):
     def leaves(self) -> Sequence[Staged]: ...
 
 
-class Cell(NamedTuple):
-    """The outcome of one kind of site in one context, if it does not simply act.
+class Row(NamedTuple):
+    """The cell of one kind of site, as `Parameters.step`, in one context.
 
-    `stage` is the stage or another mode of the kind, as the side of `Nodes`; empty for all.
+    The mode after the dot is a stage or another mode, as the side of `Nodes`; none means all.
     """
 
-    kind: str
-    stage: str
-    pitfall: type[Pitfall]
     context: str
-    outcome: Outcome
-    sentences: str
+    kind: str
+    cell: Cell
+
+    @property
+    def label(self) -> str:
+        """The kind with its mode, as in texts."""
+        return self.kind.replace(".", " ").replace("*", "every kind")
 
 
 CONTEXTS: Mapping[str, str] = {
@@ -64,72 +66,55 @@ CONTEXTS: Mapping[str, str] = {
 }
 """The columns of the table in the README of the sites, with their meanings."""
 
-
-def _kinds_in(text: str) -> list[tuple[str, str]]:
-    """Return the kinds in a text such as "Outputs Nodes.enter", each with its mode."""
-    return [(kind, mode) for kind, _, mode in (name.partition(".") for name in text.split())]
-
-
-KINDS = _kinds_in(
-    "Parameters.backward Parameters.accumulated Parameters.backward_end Parameters.step"
-    " Buckets.sent Buckets.reduced Outputs Inputs.branch Inputs.total Nodes.enter Nodes.leave"
-    " ModuleGradients.full_backward_pre ModuleGradients.full_backward"
-    " EveryModule.full_backward_pre EveryModule.forward Activations Weights Updates SavedTensors"
-    " Uses Captured"
+KINDS = (
+    *("Parameters.backward", "Parameters.accumulated", "Parameters.backward_end"),
+    *("Parameters.step", "Buckets.sent", "Buckets.reduced", "Outputs", "Inputs.branch"),
+    *("Inputs.total", "Nodes.enter", "Nodes.leave", "ModuleGradients.full_backward_pre"),
+    *("ModuleGradients.full_backward", "EveryModule.full_backward_pre", "EveryModule.forward"),
+    *("Activations", "Weights", "Updates", "SavedTensors", "Uses", "Captured"),
 )
 """The rows of that table: kinds of site, each with the stage or other mode that it is used in."""
-
-
-def _all_of(cause: type[Pitfall]) -> Iterator[type[Pitfall]]:
-    for each in cause.__subclasses__():
-        yield from (each, *_all_of(each))
 
 
 for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
 
-PITFALLS: tuple[type[Pitfall], ...] = tuple(_all_of(Pitfall))
+PITFALLS: tuple[type[Pitfall], ...] = tuple(Pitfall.__subclasses__())
 
-ROWS: tuple[Cell, ...] = tuple(
-    Cell(kind, mode, each, each.context, each.outcome, each.sentences())
+ROWS: tuple[Row, ...] = tuple(
+    Row(context, kind, cell)
     for each in PITFALLS
-    for kind, mode in _kinds_in(each.kinds)
+    for (context, kinds), cell in each.rows.items()
+    for kind in kinds.split()
 )
-
 
 MOMENTS = (
     *("attached", "first_gradient", "further_gradient", "forward_ended", "step_ended"),
-    *("state_loaded", "closed"),
+    *("first_steps_ended", "closed"),
 )
 """The methods by which a pitfall listens."""
 
-LISTENING = tuple(
-    each
+LISTENING: Mapping[type[Pitfall], tuple[str, ...]] = {
+    each: moments
     for each in PITFALLS
-    if any(getattr(each, moment) is not getattr(Pitfall, moment) for moment in MOMENTS)
-)
-
-
-def listeners_of(pitfall: Pitfall) -> Iterator[tuple[str, Callable[..., Texts]]]:
-    """Yield the moments at which a pitfall listens, with its methods."""
-    for moment in MOMENTS:
-        if getattr(type(pitfall), moment) is not getattr(Pitfall, moment):
-            yield moment, getattr(pitfall, moment)
+    if (moments := tuple(one for one in MOMENTS if getattr(each, one) is not getattr(Pitfall, one)))
+}
+"""The pitfalls that listen, with their moments."""
 
 
 def listening(kinds: Collection[str]) -> Iterator[type[Pitfall]]:
     """Yield the pitfalls that listen, of which a kind is one of `kinds`, as "Inputs.total"."""
+    present = {"*", *kinds, *(kind.partition(".")[0] for kind in kinds)}
     for each in LISTENING:
-        names = {*each.kinds.split()}
-        if "*" in names or any({kind, kind.partition(".")[0]} & names for kind in kinds):
+        if any(not present.isdisjoint(names.split()) for _, names in each.rows):
             yield each
 
 
-def rows_of(kind: Staged, stage: str = "") -> list[Cell]:
+def rows_of(kind: Staged, stage: str = "") -> list[Row]:
     """Return the rows of a kind, as its fields say it, at a stage (its own, if empty)."""
-    names = {"*", *(base.__name__ for base in type(kind).__mro__)}
-    modes = _modes(kind, stage)
-    return [row for row in ROWS if row.kind in names and row.stage in ("", *modes)]
+    modes = ["", *(f".{mode}" for mode in _modes(kind, stage))]
+    names = {base.__name__ + mode for base in type(kind).__mro__ for mode in modes}
+    return [row for row in ROWS if row.kind == "*" or row.kind in names]
 
 
 def _modes(kind: Staged, stage: str = "") -> list[str]:
@@ -138,7 +123,7 @@ def _modes(kind: Staged, stage: str = "") -> list[str]:
     return [*filter(None, [stage or given or next(iter(getattr(kind, "stages", ())), ""), *others])]
 
 
-def row(kind: Staged, context: str, stage: str = "") -> Cell:
+def row(kind: Staged, context: str, stage: str = "") -> Row:
     """Return the row of a selector, at a stage, in a context. Raises KeyError if it has none.
 
     A user's kind that has none gets that of another kind.
@@ -155,10 +140,10 @@ def refusal(
 ) -> Exception:
     """Return the error of a kind that is refused in a context, with the site and the way out.
 
-    `found` fills the names in braces of the row's sentences.
+    `found` fills the names in braces of the text.
     """
-    pitfall, where = row(kind, context, stage).pitfall, f"site '{site}': " if site else ""
-    return pitfall.error(f"{type(kind).__name__}: {where}{pitfall.sentences(**found)}")
+    cell, where = row(kind, context, stage).cell, f"site '{site}': " if site else ""
+    return cell.error(f"{type(kind).__name__}: {where}{cell.text.format(**found)}")
 
 
 def outcomes(at: Selected) -> str:
@@ -172,7 +157,7 @@ def outcomes(at: Selected) -> str:
         others = {row.context for row in rows}
         acts = "; ".join(name for name in CONTEXTS if name not in others)
         parts.append(f"{type(kind).__name__} ({', '.join(_modes(kind))}) acts in: {acts}")
-        parts += [f"  {row.outcome} in {row.context}: {row.sentences}" for row in rows]
+        parts += [f"  {row.cell.outcome} in {row.context}: {row.cell.text}" for row in rows]
     return re.sub(r"'?\{(\w+)\}'?", r"*\1*", "\n".join(parts))
 
 
@@ -207,7 +192,7 @@ def _checkpoint(module: nn.Module) -> str:
     return f"checkpoint, {how}reentrant" if function else ""
 
 
-def visible_rows(at: Selected, model: nn.Module, stage: str = "") -> list[Cell]:
+def visible_rows(at: Selected, model: nn.Module, stage: str = "") -> list[Row]:
     """Return the rows that hold for a selector in the contexts that can be seen now."""
     contexts = visible_contexts(model)
     return [row for kind in at.leaves for row in rows_of(kind, stage) if row.context in contexts]
@@ -218,13 +203,14 @@ def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selected, str]]) -
 
     `selected` are the selectors with their stages.
     """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return  # both need a process group
+    params = [*model.parameters()]
     is_static = any(vars(module).get("static_graph") for module in model.modules())
-    # Most often the first parameter is not sharded, and the others are not asked for.
-    has_params = next(model.parameters(), None) is not None
-    are_sharded = has_params and all(map(autograd.is_sharded, model.parameters()))
+    are_sharded = bool(params) and all(map(autograd.is_sharded, params))
     certain = [*["static_graph"] * is_static, *["FSDP2"] * are_sharded]
     for at, stage in selected if certain else ():
         for kind in at.leaves:
             for row in rows_of(kind, stage):
-                if row.outcome == "refused" and row.context in certain:
+                if row.cell.outcome == "refused" and row.context in certain:
                     raise refusal(kind, row.context, stage=stage)

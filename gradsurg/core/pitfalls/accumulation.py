@@ -1,8 +1,15 @@
 """The gradient of a step is the sum of several."""
 
-from typing import Any
+from typing import ClassVar
 
-from gradsurg.core.pitfalls.base import RUNNING, AttachmentLike, Pitfall, SiteHook
+from gradsurg.core.pitfalls.base import (
+    RUNNING,
+    AttachmentLike,
+    Operation,
+    Pitfall,
+    SiteHook,
+    warned,
+)
 
 
 class RunningSum(Pitfall):
@@ -19,9 +26,12 @@ class RunningSum(Pitfall):
     https://github.com/pytorch/pytorch/issues/187268 is about the argument of the hook.
     """
 
-    context, kinds, outcome = "accumulation", RUNNING, "warned"
-    why = "each pass acts on the running sum, with what it made of it in earlier passes"
-    instead = "Use stage='step' for the sum of all passes, or stage='backward' for each alone"
+    rows: ClassVar = {
+        ("accumulation", RUNNING): warned(
+            "each pass acts on the running sum, with what it made of it in earlier passes. "
+            "Use stage='step' for the sum of all passes, or stage='backward' for each alone."
+        ),
+    }
 
 
 class PartsOfASum(Pitfall):
@@ -38,34 +48,32 @@ class PartsOfASum(Pitfall):
     https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
     """
 
-    context, outcome = "accumulation, not linear", "warned"
-    kinds = f"{RUNNING} Parameters.backward"
-    why = (
-        "site '{site}' had {number} gradients in one {period} and the transform is not known to be "
-        "linear: acting on each is not acting on their sum"
-    )
-    instead = "Use stage='step' for the sum"
+    rows: ClassVar = {
+        ("accumulation, not linear", f"{RUNNING} Parameters.backward"): warned(
+            "site '{site}' had {number} gradients in one {period} and the transform is not known "
+            "to be linear: acting on each is not acting on their sum. Use stage='step' for the sum."
+        ),
+    }
 
     def __init__(self) -> None:
         super().__init__()
-        self._most: dict[Any, int] = {}  # Any: the operation; the last call at a site in this step
+        self._most: dict[Operation, tuple[int, SiteHook]] = {}  # the last call in this step
 
     def further_gradient(self, attachment: AttachmentLike, hook: SiteHook, call: int) -> None:
-        self._most[hook.operation] = max(call, self._most.get(hook.operation, 0))
+        if call > self._most.get(hook.operation, (0, hook))[0]:
+            self._most[hook.operation] = call, hook
 
     def step_ended(self, attachment: AttachmentLike) -> None:
-        for operation, most in self._most.items():
-            if operation.has_several_tasks or not operation.intervention.differs_from_sum:
-                continue
-            for hook in operation.hooks.values():
-                if hook.contexts[0].call == most:
-                    warn_of_parts(attachment, hook, most + 1, "optimizer step")
-                    break
+        for operation, (call, hook) in self._most.items():
+            if operation.intervention.differs_from_sum and not operation.has_several_tasks:
+                warn_of_parts(attachment, hook, call + 1, "optimizer step")
         self._most.clear()
 
 
 def warn_of_parts(attachment: AttachmentLike, hook: SiteHook, number: int, period: str) -> None:
     """Warn once that acting on each of several gradients differs from acting on their sum."""
     label = hook.operation.label
-    text = PartsOfASum.sentences(site=hook.entry.site, number=number, period=period)
+    text = PartsOfASum.text(
+        "accumulation, not linear", site=hook.entry.site, number=number, period=period
+    )
     attachment.warn_once(f"{label}: {text}", key=f"{label} acts on parts")

@@ -1,9 +1,15 @@
-"""torch.compile replaces the graph and the calls that hooks are made for."""
+"""torch.compile, torch.export and torch.jit.script replace the graph and the calls of modules."""
+
+from typing import ClassVar
 
 from torch import nn
 
-from gradsurg.core.pitfalls.base import MODULES, Pitfall
+from gradsurg.core.pitfalls.base import MODULES, Pitfall, refused, reported
 from gradsurg.torch_internals import compiling
+
+_LATE = "compiled code does not see hooks that come later"
+_BEFORE = "attach before its first call, or call torch.compiler.reset() in the block"
+_AS_ONE_NODE = "what is compiled runs as one node. Use Outputs there."
 
 
 class OneNode(Pitfall):
@@ -19,23 +25,15 @@ class OneNode(Pitfall):
     https://docs.pytorch.org/docs/stable/torch.compiler_nn_module.html describes hooks of modules.
     """
 
-    context, kinds, error = "torch.compile inside the block", "Nodes", LookupError
-    why = "what is compiled runs as one node"
-    instead = "Use Outputs there"
-
-
-class OneNodeBefore(OneNode):
-    """The same for code that was compiled before."""
-
-    context = "torch.compile before it"
-
-
-class HiddenUses(OneNodeBefore):
-    """The uses of a tensor are nodes, too."""
-
-    kinds = "Uses"
-    why = "the uses inside compiled code are not found"
-    instead = "Attach before its first call, or call torch.compiler.reset()"
+    rows: ClassVar = {
+        ("torch.compile inside the block", "Nodes"): refused(_AS_ONE_NODE, LookupError),
+        ("torch.compile before it", "Nodes"): refused(_AS_ONE_NODE, LookupError),
+        ("torch.compile before it", "Uses"): refused(
+            "the uses inside compiled code are not found. "
+            "Attach before its first call, or call torch.compiler.reset().",
+            LookupError,
+        ),
+    }
 
 
 class LateHooks(Pitfall):
@@ -50,10 +48,9 @@ class LateHooks(Pitfall):
     `skip_nnmodule_hook_guards`.
     """
 
-    context, outcome = "torch.compile before it", "reported"
-    kinds = f"{MODULES} SavedTensors"
-    why = "compiled code does not see hooks that come later"
-    instead = "attach before its first call, or call torch.compiler.reset() in the block"
+    rows: ClassVar = {
+        ("torch.compile before it", f"{MODULES} SavedTensors"): reported(f"{_LATE}; {_BEFORE}"),
+    }
 
     @classmethod
     def reason(cls, model: nn.Module, is_compiled: bool, has_acted: bool) -> str:
@@ -67,5 +64,34 @@ class LateHooks(Pitfall):
         if not wrappers and has_acted and not is_compiled:
             return ""
         inside = ", ".join(f"'{name.replace('._orig_mod', '')}'" for name in wrappers)
-        what = inside or "code of this process, it may be the model,"
-        return f" (torch.compile had compiled {what} before, and {cls.why}: {cls.instead})"
+        compiled = inside or "code of this process, it may be the model,"
+        return f" (torch.compile had compiled {compiled} before, and {_LATE}: {_BEFORE})"
+
+
+class NoModuleCalls(Pitfall):
+    """An exported model calls none of the modules; a scripted one calls them without their hooks.
+
+    >>> model = nn.Sequential(nn.ReLU())
+    >>> exported = torch.export.export(model, (torch.ones(1),)).module()
+    >>> [node.target.__name__ for node in exported.graph.nodes if "relu" in node.name]
+    ['relu.default']
+    >>> scripted = torch.jit.script(model)
+    >>> handle = scripted[0].register_forward_hook(lambda *_: print("called"))
+    >>> y = scripted(torch.ones(1))  # the hook is not called
+
+    https://docs.pytorch.org/docs/stable/export.html, https://docs.pytorch.org/docs/stable/jit.html
+    """
+
+    rows: ClassVar = {
+        ("torch.export", "Nodes Uses Captured SavedTensors"): refused(
+            "an exported model is one graph of operations, which calls none of its modules. Select "
+            "nodes without module=, parameters, 'root' or 'block', or attach to the model before "
+            "torch.export.",
+            LookupError,
+        ),
+        ("TorchScript", f"{MODULES} SavedTensors Nodes Uses Captured"): refused(
+            "it is a ScriptModule, which runs no Python hooks. Act at Parameters or Weights, at a "
+            "module that is not scripted, or call torch.jit.script after the block.",
+            ValueError,
+        ),
+    }

@@ -1,10 +1,11 @@
 """Hooks of C++ code replace those of Python."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from torch import Tensor
 
-from gradsurg.core.pitfalls.base import ENOUGH, AttachmentLike, Pitfall
+from gradsurg.core.pitfalls.base import AttachmentLike, Operation, Pitfall, warned
 from gradsurg.torch_internals import autograd
 
 
@@ -21,33 +22,42 @@ class DiscardedHooks(Pitfall):
     https://docs.pytorch.org/cppdocs/api/classat_1_1_tensor.html, `register_hook`.
     """
 
-    context, kinds, outcome = "hooks of C++ code", "Parameters.backward", "warned"
-    why = (
-        "a hook that C++ code registered on {names} has discarded the one here; since then "
-        "gradients passed unchanged"
-    )
-    instead = "use stage='accumulated'"
+    rows: ClassVar = {
+        ("hooks of C++ code", "Parameters.backward"): warned(
+            "a hook that C++ code registered on {names} has discarded the one here; since then "
+            "gradients passed unchanged; use stage='accumulated'"
+        ),
+    }
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps = 0
+        self._start: int | None = None
 
-    def step_ended(self, attachment: AttachmentLike) -> Iterator[str]:
-        self._steps += 1
-        if self._steps == ENOUGH:
-            self.done.add("step_ended")
-            yield from self.texts(attachment)
+    def attached(self, attachment: AttachmentLike) -> None:
+        if self._start is None:
+            self._start = attachment.clock.step
 
-    def closed(self, attachment: AttachmentLike) -> Iterator[str]:
-        yield from self.texts(attachment)
-
-    @classmethod
-    def texts(cls, attachment: AttachmentLike) -> Iterator[str]:
-        """Yield a text for each intervention whose hooks were discarded."""
-        named_params = attachment.model.named_parameters()
-        params: dict[str, Tensor] = {name.replace("_orig_mod.", ""): p for name, p in named_params}
+    def first_steps_ended(self, attachment: AttachmentLike) -> Iterator[str]:
         for operation in attachment.operations:
-            if operation.stage == "backward":
-                named = {params[site]: site for site in operation.hooks if site in params}
-                if names := ", ".join(named[param] for param in autograd.without_hooks(named)):
-                    yield f"{operation.label}: {cls.sentences(names=names)}"
+            if operation.stage != "backward":
+                continue
+            sites = self._overdue(attachment, operation)
+            if sites and (discarded := set(autograd.without_hooks(sites))):
+                names = ", ".join(name for param, name in sites.items() if param in discarded)
+                yield f"{operation.label}: {self.text('hooks of C++ code', names=names)}"
+
+    closed = first_steps_ended
+
+    def _overdue(self, attachment: AttachmentLike, operation: Operation) -> dict[Tensor, str]:
+        """The parameters whose hooks did not act when they should have, with their sites.
+
+        A probe of all costs as much as attaching, and a hook that has acted in the last step, or a
+        parameter without a gradient, where no steps are counted, needs none.
+        """
+        step, overdue = attachment.clock.step, dict[Tensor, str]()
+        for param, ((name, _), *_) in attachment.params.items():
+            if (hook := operation.hooks.get(name)) is not None and (
+                hook.contexts[0].step < step - 1 if step != self._start else param.grad is not None
+            ):
+                overdue[param] = name
+        return overdue

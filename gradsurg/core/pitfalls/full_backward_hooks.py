@@ -1,6 +1,8 @@
 """Full backward hooks do not go with other hooks and structures."""
 
-from gradsurg.core.pitfalls.base import Pitfall
+from typing import ClassVar
+
+from gradsurg.core.pitfalls.base import FULL_HOOKS, Pitfall, refused
 
 
 class LegacyHooks(Pitfall):
@@ -15,27 +17,46 @@ class LegacyHooks(Pitfall):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html, `register_backward_hook`.
     """
 
-    context, kinds, error = "legacy hooks", "ModuleGradients EveryModule", ValueError
-    why = (
-        "it had hooks of the deprecated register_backward_hook kind, which PyTorch does not have "
-        "beside full ones"
-    )
-    instead = "Use Outputs or Inputs"
+    rows: ClassVar = {
+        ("legacy hooks", "ModuleGradients EveryModule"): refused(
+            "it had hooks of the deprecated register_backward_hook kind, which PyTorch does not "
+            "have beside full ones. Use Outputs or Inputs.",
+            ValueError,
+        ),
+    }
 
 
-class NestedTensors(Pitfall):
-    """A full backward hook finds arguments and outputs that are tensors, and tuples of outputs.
+class WrappedCalls(Pitfall):
+    """A full backward hook puts an `autograd.Function` around the tensors of a call.
 
-    For tensors in other containers it is not called; for a list of outputs PyTorch warns.
+    It finds arguments and outputs that are tensors, and tuples of outputs; for tensors in other
+    containers it is not called. It makes inputs and outputs views, which PyTorch protects from
+    writes in place. torch.func cannot transform the function.
 
-    >>> layer = nn.Identity()
+    >>> layer, x = nn.Identity(), torch.ones(1, requires_grad=True)
     >>> handle = layer.register_full_backward_hook(lambda *_: print("called"))
-    >>> layer([torch.ones(1, requires_grad=True)])[0].backward()  # the hook is not called
+    >>> layer([x])[0].backward()  # the hook is not called
+    >>> layer(x).relu_()
+    Traceback (most recent call last):
+    RuntimeError: Output 0 of BackwardHookFunctionBackward is a view and is being modified inplace.
+    >>> torch.func.grad(layer)(x)
+    Traceback (most recent call last):
+    RuntimeError: In order to use an autograd.Function with functorch transforms ...
+
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html,
+    `register_full_backward_hook`; https://docs.pytorch.org/docs/stable/notes/extending.func.html
     """
 
-    context, kinds = "nested tensors", "ModuleGradients EveryModule"
-    why = (
-        "a full backward hook gets tensors and tuples of them, and those that need a gradient are "
-        "inside {where}"
-    )
-    instead = "Use Outputs or Inputs"
+    rows: ClassVar = {
+        ("nested tensors", "ModuleGradients EveryModule"): refused(
+            "a full backward hook gets tensors and tuples of them, and those that need a gradient "
+            "are inside {where}. Use Outputs or Inputs."
+        ),
+        ("in-place consumer", FULL_HOOKS): refused(
+            "PyTorch allows no in-place change of a tensor with a full backward hook. "
+            "Use Outputs or Inputs, or inplace=False."
+        ),
+        ("torch.func", FULL_HOOKS): refused(
+            "torch.func has no full backward hooks. Use Outputs or Inputs."
+        ),
+    }

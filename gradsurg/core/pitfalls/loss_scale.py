@@ -1,13 +1,24 @@
 """Gradients may be multiplied by a loss scale."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
-from gradsurg.core.pitfalls.base import FULL_HOOKS, GRADIENTS, RUNNING, AttachmentLike, Pitfall
+from gradsurg.core.pitfalls.base import (
+    FULL_HOOKS,
+    GRADIENTS,
+    RUNNING,
+    AttachmentLike,
+    Pitfall,
+    refused,
+    warned,
+)
 from gradsurg.torch_internals import autograd
 
 
 class LossScale(Pitfall):
     """With a GradScaler all hooks but those of the step get gradients times the loss scale.
+
+    A GradScaler leaves no mark on the model: its calls show it.
 
     >>> weight, scaler = torch.ones(1, requires_grad=True), torch.amp.GradScaler("cpu", 8.0)
     >>> handle = weight.register_hook(lambda grad: print(grad.item()))
@@ -17,18 +28,17 @@ class LossScale(Pitfall):
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html, "Working with Unscaled Gradients".
     """
 
-    context, error = "loss scale", ValueError
-    kinds = f"{RUNNING} Parameters.backward {GRADIENTS} {FULL_HOOKS}"
-    why = "{transform} depends on the size of the gradient, which is times the loss scale here"
-    instead = "Use Parameters(stage='step')"
-
-
-class UnknownScaler(LossScale):
-    """A GradScaler leaves no mark on the model: its calls show it."""
-
-    context, kinds, outcome = "loss scale, not given to attach", "*", "warned"
-    why = "a GradScaler makes the steps, and attach was not told of it. {error}"
-    instead = "Use Parameters(stage='step'), and attach(..., scaler=scaler)"
+    rows: ClassVar = {
+        ("loss scale", f"{RUNNING} Parameters.backward {GRADIENTS} {FULL_HOOKS}"): refused(
+            "{transform} depends on the size of the gradient, which is times the loss scale here. "
+            "Use Parameters(stage='step').",
+            ValueError,
+        ),
+        ("loss scale, not given to attach", "*"): warned(
+            "a GradScaler makes the steps, and attach was not told of it. {error}. "
+            "Use Parameters(stage='step'), and attach(..., scaler=scaler)."
+        ),
+    }
 
     def step_ended(self, attachment: AttachmentLike) -> Iterator[str]:
         self.done.add("step_ended")
@@ -39,5 +49,6 @@ class UnknownScaler(LossScale):
         attachment.tell_scaler()
         for operation in attachment.operations:
             if error := operation.intervention.loss_scale_error():
-                yield f"{operation.label}: {self.sentences(error=error)}"
+                text = self.text("loss scale, not given to attach", error=error)
+                yield f"{operation.label}: {text}"
                 return

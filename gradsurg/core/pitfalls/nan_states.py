@@ -1,11 +1,12 @@
 """A NaN stays in a running mean."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall
+from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall, warned
 
 
 class NanStates(Pitfall):
@@ -17,8 +18,11 @@ class NanStates(Pitfall):
     tensor([nan])
     """
 
-    context, kinds, outcome = "NaN in a state", "*", "warned"
-    why = "put Sanitize before {transform}: its state at {sites} holds a NaN at step {step}"
+    rows: ClassVar = {
+        ("NaN in a state", "*"): warned(
+            "put Sanitize before {transform}: its state at {sites} holds a NaN at step {step}"
+        ),
+    }
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
         for operation in attachment.operations:
@@ -41,4 +45,5 @@ class NanStates(Pitfall):
             label, _, site = spoilt[0].partition("/")
             sites = f"{site} and {len(spoilt) - 1} more" if spoilt[1:] else site
             name, step = type(transforms[label]).__name__, attachment.clock.step
-            yield f"{operation.label}: {self.why.format(transform=name, sites=sites, step=step)}"
+            text = self.text("NaN in a state", transform=name, sites=sites, step=step)
+            yield f"{operation.label}: {text}"

@@ -1,9 +1,12 @@
 """A hook belongs to an object, which may be replaced or copied."""
 
 from collections.abc import Iterator
+from itertools import chain
+from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from gradsurg.core.pitfalls.base import (
     GRADIENTS,
@@ -11,77 +14,75 @@ from gradsurg.core.pitfalls.base import (
     AttachmentLike,
     Operation,
     Pitfall,
-    params_of,
+    reported,
+    warned,
 )
 from gradsurg.torch_internals import autograd
 
 
-class NewParameters(Pitfall):
+class Replaced(Pitfall):
     """A hook belongs to the object that it was registered on, not to its name in the model.
 
-    `load_state_dict(assign=True)`, `fully_shard` and an assignment put other objects there.
+    `load_state_dict(assign=True)`, `fully_shard` and an assignment put other objects there, and
+    `functional_call` computes with the tensors that it is given. `copy.deepcopy` drops the hooks of
+    a parameter. A parameter that was frozen when the surgery was attached has no hook.
 
     >>> layer, x = nn.Linear(1, 1), torch.ones(1, 1)
     >>> handle = layer.weight.register_hook(lambda grad: print("called"))
-    >>> keys = layer.load_state_dict(nn.Linear(1, 1).state_dict(), assign=True)
+    >>> copied, given = copy.deepcopy(layer), nn.Linear(1, 1).state_dict()
+    >>> copied(x).sum().backward()  # the hook is not called
+    >>> call = lambda given: torch.func.functional_call(layer, given, x).sum()
+    >>> grads = torch.func.grad(call)(given)  # the hook is not called
+    >>> keys = layer.load_state_dict(given, assign=True)
     >>> layer(x).sum().backward()  # the hook is not called
 
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html, `load_state_dict`.
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html, `load_state_dict`;
+    https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html
     """
 
-    context, outcome = "load_state_dict(assign=True)", "reported"
-    kinds = f"{PARAMETERS} Captured"
-    why = "the new parameters are not hooked"
-    instead = "Attach after the change, or remove the intervention and add it again"
-
-
-class Copy(Pitfall):
-    """`copy.deepcopy` drops the hooks of a parameter.
-
-    >>> layer = nn.Linear(1, 1)
-    >>> handle = layer.weight.register_hook(lambda grad: print("called"))
-    >>> copy.deepcopy(layer)(torch.ones(1, 1)).sum().backward()  # the hook is not called
-    """
-
-    context, outcome = "deepcopy", "reported"
-    kinds = f"{PARAMETERS} {GRADIENTS} ModuleGradients Activations SavedTensors"
-    why = "a copy of the model has no hooks"
-    instead = "Attach to the copy"
-
-
-class Replaced(NewParameters):
-    """The same for modules, and for parameters that were frozen when the surgery was attached."""
-
-    context, kinds, outcome = "modules or parameters are replaced", "*", "warned"
-    why = "{change} while the block was open, and the new ones are not hooked{also}: {names}"
-    instead = "attach after the change, or remove the intervention and add it again"
+    rows: ClassVar = {
+        ("load_state_dict(assign=True)", f"{PARAMETERS} Captured"): reported(
+            "the new parameters are not hooked. "
+            "Attach after the change, or remove the intervention and add it again."
+        ),
+        (
+            "deepcopy",
+            f"{PARAMETERS} {GRADIENTS} ModuleGradients Activations SavedTensors",
+        ): reported("a copy of the model has no hooks. Attach to the copy."),
+        ("torch.func", f"{PARAMETERS} Captured"): reported(
+            "the gradients are of the tensors given to functional_call, not of the parameters. "
+            "Use Outputs or Inputs."
+        ),
+        ("modules or parameters are replaced", "*"): warned(
+            "{change} while the block was open, and the new ones are not hooked{also}: {names}; "
+            "attach after the change, or remove the intervention and add it again"
+        ),
+    }
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[Operation, dict[int, ref[nn.Module] | ref[Tensor]]] = {}
-        self._frozen: dict[Operation, set[int]] = {}
+        self._known: dict[Operation, _Known] = {}
 
     def attached(self, attachment: AttachmentLike) -> None:
         fresh = [each for each in attachment.operations if each not in self._known]
         if fresh:
-            model = attachment.model
-            params = params_of(model)
-            known = {id(thing): ref(thing) for thing in (*model.modules(), *params)}
-            frozen = {id(param) for param in params if not param.requires_grad}
-            self._known |= dict.fromkeys(fresh, known)
-            self._frozen |= dict.fromkeys(fresh, frozen)
+            self._known |= dict.fromkeys(fresh, _Known(attachment))
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
-        is_sharded = any(map(autograd.is_sharded, attachment.model.parameters()))
+        changed = [
+            each for each in attachment.operations if self._known[each].has_changed(attachment)
+        ]
+        is_sharded = any(map(autograd.is_sharded, attachment.params)) if changed else False
         late = ", as after fully_shard" if is_sharded else ""
         changes = (
             ("modules were replaced or added", " or taken for a part of the module around it"),
             ("parameters were replaced, added or unfrozen", late),
         )
         for cls, (change, also) in zip((nn.Module, Tensor), changes, strict=True):
-            found = [self._unhooked(attachment, each, cls) for each in attachment.operations]
-            if names := dict.fromkeys(name for each in found for name in each):
-                yield self.sentences(change=change, also=also, names=", ".join(names))
+            found = [self._unhooked(attachment, each, cls) for each in changed]
+            if names := dict.fromkeys(chain(*found)):
+                context, names = "modules or parameters are replaced", ", ".join(names)
+                yield self.text(context, change=change, also=also, names=names)
 
     def _unhooked(
         self, attachment: AttachmentLike, operation: Operation, cls: type
@@ -94,24 +95,84 @@ class Replaced(NewParameters):
             return  # more places are not picked
         things = {kind: kind.things(attachment.model) for kind in operation.kinds}
         near = operation.at.search(things, type(operation.memory)(operation.stage))
+        known = self._known[operation]
         for kind, listed in things.items():
             for named in listed:
-                names, thing, _ = named
-                is_frozen = isinstance(thing, Tensor) and not thing.requires_grad
-                if not isinstance(thing, cls) or is_frozen or self._hooks(operation, names, thing):
+                (name, *_), thing, _ = named
+                if not isinstance(thing, cls) or not known.lacks(thing):
+                    continue
+                # The uses of a frozen parameter are known once it has a gradient.
+                uses = f"{name}/" if id(thing) in known.frozen else None
+                if uses and any(site.startswith(uses) for site in operation.placed):
                     continue
                 # Hooks of the process select a new module by the name of its class.
                 by_class = named._replace(names=(type(thing).__name__,), owners=(thing,))
                 if kind.reaches_new and any(leaf.near(by_class) for leaf in operation.leaves):
                     continue
-                if any((kind, name) in near for name in names):
-                    yield names[0]
+                if any((kind, each) in near for each in named.names):
+                    yield name
 
-    def _hooks(self, operation: Operation, names: tuple[str, ...], thing: object) -> bool:
-        """Whether the hooks of an intervention reach a module or parameter."""
-        known = self._known.get(operation, {}).get(id(thing))
-        if known is None or known() is not thing:
+
+class _Known:
+    """The modules and parameters of a model when an intervention was attached.
+
+    `frozen` are the ids of parameters that had no hook because they needed no gradient.
+    """
+
+    def __init__(self, attachment: AttachmentLike) -> None:
+        things = chain[nn.Module | Tensor](attachment.modules, attachment.params)
+        self._refs = {id(thing): ref(thing) for thing in things}
+        self.frozen = {id(param) for param in attachment.params if not param.requires_grad}
+
+    def has_changed(self, attachment: AttachmentLike) -> bool:
+        """Whether any was added, replaced, moved or unfrozen since."""
+        ids = [*map(id, attachment.modules), *map(id, attachment.params)]
+        # An id may belong to another object once its first one is gone.
+        is_same = ids == [*self._refs] and all(each() is not None for each in self._refs.values())
+        return not is_same or any(map(self.lacks, attachment.params if self.frozen else ()))
+
+    def lacks(self, thing: object) -> bool:
+        """Whether a module or a parameter that needs a gradient came later, or was frozen."""
+        if isinstance(thing, Tensor) and not thing.requires_grad:
             return False
-        is_unfrozen = id(thing) in self._frozen[operation]
-        uses = f"{names[0]}/"  # those of a frozen parameter are known once it has a gradient
-        return not is_unfrozen or any(site.startswith(uses) for site in operation.placed)
+        known = self._refs.get(id(thing))
+        return known is None or known() is not thing or id(thing) in self.frozen
+
+
+class Parametrized(Pitfall):
+    """`register_parametrization` puts parameters of other names in the place of a parameter.
+
+    >>> layer = nn.Linear(1, 1, bias=False)
+    >>> layer = torch.nn.utils.parametrizations.weight_norm(layer)
+    >>> [name for name, _ in layer.named_parameters()]
+    ['parametrizations.weight.original0', 'parametrizations.weight.original1']
+
+    https://docs.pytorch.org/tutorials/intermediate/parametrizations.html
+    """
+
+    rows: ClassVar = {
+        ("parametrized", PARAMETERS): warned(
+            "'{name}' is parametrized and not selected: its parameters are {parameters}"
+        )
+    }
+
+    def attached(self, attachment: AttachmentLike) -> None:
+        lists = [each for each in attachment.modules if isinstance(each, ParametrizationList)]
+        for operation in attachment.operations if lists else ():
+            for kind in operation.kinds:
+                things = {each.names[0]: each for each in kind.things(attachment.model)}
+                for module in lists:
+                    path = attachment.modules[module][0]
+                    prefix, _, tensor = path.rpartition("parametrizations.")
+                    owner = attachment.model.get_submodule(prefix.rstrip("."))
+                    parts = dict(module.named_parameters(path, recurse=False))
+                    # The selector misses what it would pick under the name of the tensor.
+                    behind = [things[name] for name in parts if name in things]
+                    name = prefix + tensor
+                    named = [each._replace(names=(name,), owners=(owner,)) for each in behind]
+                    is_selected = any((kind, each.names[0]) in operation.near for each in behind)
+                    if not is_selected and any(
+                        leaf.near(each) for leaf in operation.leaves for each in named
+                    ):
+                        text = self.text("parametrized", name=name, parameters=", ".join(parts))
+                        operation.note(text)

@@ -1,10 +1,15 @@
 """Saved-tensor hooks do not add up, see no names, and are not differentiated."""
 
-from gradsurg.core.pitfalls.base import Pitfall
+from typing import ClassVar
+
+from gradsurg.core.pitfalls.base import Pitfall, refused
 
 
 class OnePair(Pitfall):
     """Of nested saved-tensor hooks the innermost pair alone is called.
+
+    A hook learns nothing of a tensor but its values, so that all of a block are one site. Inside
+    torch.func PyTorch disables such hooks.
 
     >>> hooks, x = torch.autograd.graph.saved_tensors_hooks, torch.ones(1, requires_grad=True)
     >>> outer, inner = (hooks(partial(print, name), print) for name in ("outer", "inner"))
@@ -14,17 +19,24 @@ class OnePair(Pitfall):
     https://docs.pytorch.org/docs/stable/autograd.html, "Hooks for saved tensors".
     """
 
-    context, kinds = "other saved-tensor hooks", "SavedTensors"
-    why = "there are hooks already, as those of a checkpoint, and a node takes one pair alone"
-    instead = "Choose the module without node="
-
-
-class OneSite(OnePair):
-    """A hook learns nothing of a tensor but its values, so that all of a block are one site."""
-
-    context, error = "stateful transform", ValueError
-    why = "it is many tensors, and {what} remembers one thing for each site"
-    instead = "Choose modules or nodes"
+    rows: ClassVar = {
+        ("other saved-tensor hooks", "SavedTensors"): refused(
+            "there are hooks already, as those of a checkpoint, and a node takes one pair alone. "
+            "Choose the module without node=."
+        ),
+        ("stateful transform", "SavedTensors"): refused(
+            "it is many tensors, and {what} remembers one thing for each site. "
+            "Choose modules or nodes.",
+            ValueError,
+        ),
+        ("nested modules", "SavedTensors"): refused(
+            "another intervention selects {outer} around it and not the module itself, and a saved "
+            "tensor belongs to the innermost module alone. Let both select the same modules."
+        ),
+        ("torch.func", "SavedTensors"): refused(
+            "PyTorch has no saved-tensor hooks inside torch.func. Use Activations."
+        ),
+    }
 
 
 class DoubleBackward(Pitfall):
@@ -38,17 +50,9 @@ class DoubleBackward(Pitfall):
     (tensor([18.]),)
     """
 
-    context, kinds = "double backward", "SavedTensors"
-    why = "it is read back under create_graph, and PyTorch cannot differentiate what is done"
-    instead = "Use Activations, or no create_graph"
-
-
-class InnermostAlone(OnePair):
-    """The pair of a module around another one is not called for what the inner one saves."""
-
-    context = "nested modules"
-    why = (
-        "another intervention selects {outer} around it and not the module itself, and a saved "
-        "tensor belongs to the innermost module alone"
-    )
-    instead = "Let both select the same modules"
+    rows: ClassVar = {
+        ("double backward", "SavedTensors"): refused(
+            "it is read back under create_graph, and PyTorch cannot differentiate what is done. "
+            "Use Activations, or no create_graph."
+        )
+    }

@@ -1,6 +1,8 @@
 """A gradient may be sparse."""
 
-from gradsurg.core.pitfalls.base import Pitfall
+from typing import ClassVar
+
+from gradsurg.core.pitfalls.base import Pitfall, refused
 
 
 class SparseGradient(Pitfall):
@@ -14,6 +16,10 @@ class SparseGradient(Pitfall):
     https://docs.pytorch.org/docs/stable/sparse.html, "Uncoalesced sparse COO tensors".
     """
 
-    context, kinds, error = "sparse gradient", "Parameters Buckets Captured", ValueError
-    why = "{transform} does not act on the values of a sparse gradient alone"
-    instead = "Use an elementwise transform that keeps zero, or sparse=False"
+    rows: ClassVar = {
+        ("sparse gradient", "Parameters Buckets Captured"): refused(
+            "{transform} does not act on the values of a sparse gradient alone. "
+            "Use an elementwise transform that keeps zero, or sparse=False.",
+            ValueError,
+        )
+    }

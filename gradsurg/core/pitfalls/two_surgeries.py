@@ -1,10 +1,14 @@
 """Hooks add up."""
 
-from weakref import WeakSet, ref
+from collections.abc import Iterator
+from typing import ClassVar
+from weakref import WeakSet
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall, SiteHook
+from torch import nn
 
-_open: "WeakSet[TwoSurgeries]" = WeakSet()
+from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall, SiteHook, warned
+
+_open: "WeakSet[AttachmentLike]" = WeakSet()
 
 
 class TwoSurgeries(Pitfall):
@@ -18,40 +22,33 @@ class TwoSurgeries(Pitfall):
     https://docs.pytorch.org/docs/stable/notes/autograd.html, "Backward Hooks execution".
     """
 
-    context, kinds, outcome = "two surgeries", "*", "warned"
-    why = "two open surgeries have this intervention, and both changed the gradient at '{site}'"
-    instead = "close() the one that is not meant"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._attachment: ref[AttachmentLike] | None = None
-        self._is_told = False
-        _open.add(self)
+    rows: ClassVar = {
+        ("two surgeries", "*"): warned(
+            "two open surgeries have this intervention, and both changed the gradient at "
+            "'{site}'; close() the one that is not meant"
+        )
+    }
 
     def attached(self, attachment: AttachmentLike) -> None:
-        self._attachment = ref(attachment)
+        self.done.add("attached")
+        if not attachment.shadow:
+            _open.add(attachment)
+            self.stack.callback(_open.discard, attachment)
 
-    def first_gradient(self, attachment: AttachmentLike, hook: SiteHook) -> None:
-        site = hook.entry.site
-        for other in [] if attachment.shadow or self._is_told else [*_open]:
-            if other is not self and other._repeats(attachment, hook):
-                self._is_told = other._is_told = True
-                text = f"{hook.operation.label}: {self.sentences(site=site)}"
-                attachment.warn_once(text, key=self.context)
+    def first_gradient(self, attachment: AttachmentLike, hook: SiteHook) -> Iterator[str]:
+        for other in [*_open] if attachment in _open else []:
+            if other is not attachment and self._has_acted(other, attachment.model, hook):
+                _open.difference_update((attachment, other))  # one of them warns, and once
+                text = self.text("two surgeries", site=hook.entry.site)
+                yield f"{hook.operation.label}: {text}"
                 return
 
-    def closed(self, attachment: AttachmentLike) -> None:
-        _open.discard(self)
-
-    def _repeats(self, attachment: AttachmentLike, hook: SiteHook) -> bool:
-        """Whether an intervention of this surgery has acted as that of another one at a site."""
-        own = None if self._attachment is None else self._attachment()
-        if own is None or own.shadow or not own.operations:
-            return False
-        return own.model is attachment.model and any(
+    def _has_acted(self, other: AttachmentLike, model: nn.Module, hook: SiteHook) -> bool:
+        """Whether another surgery has the intervention of a hook, and acted at its site."""
+        return other.model is model and any(
             operation.intervention == hook.operation.intervention
             and operation.answer is not False
             and (twin := operation.hooks.get(hook.entry.site)) is not None
             and bool(twin.entry.fired or twin.entry.on_device)
-            for operation in own.operations
+            for operation in other.operations
         )
