@@ -183,16 +183,23 @@ class Attachment:
         ]
 
     def add(self, *interventions: Intervention) -> None:
-        """Attach interventions, all or none of them.
+        """Attach interventions, all or none of them; aggregators only when the block begins.
 
         Raises LookupError, listing the names, if a selector picks nothing; after the first forward
         if places are known only then.
         """
         operations, labels = [*self.operations], self.labels
+        aggregators: list[str] = []
         for intervention in interventions:
-            if self.scaler is not None or intervention.is_checked_at_attach:
+            combines = intervention.aggregator is not None
+            if combines or self.scaler is not None or intervention.is_checked_at_attach:
                 self.check(intervention, operations)
             labels.append(labels_of(intervention, labels))
+            if combines:
+                # Known before the hooks are made: beside it none may be in a compiled graph.
+                self.aggregators[labels[-1][0]] = intervention
+                aggregators += labels[-1]
+                continue
             operations.append(operation := Operation(self, intervention, labels[-1]))
             if intervention.changed_tensors != "gradients":
                 self.effects.others[operation.label] = intervention.changed_tensors
@@ -201,6 +208,9 @@ class Attachment:
         before = self.operations
         try:
             self._watch(operations)
+            for label in aggregators:
+                self.multi_task.add(label, self.aggregators[label])
+                self.begin_flags(self.aggregators[label])
         except BaseException:
             self._watch(before)
             for each in operations:
@@ -208,19 +218,6 @@ class Attachment:
                     self.forget(each)
                     each.close()
             raise
-
-    def add_aggregator(self, intervention: Intervention) -> None:
-        """Attach an aggregator. Raises as `Intervention` and `SharedParameters` say."""
-        from gradsurg.multitask.shared_parameters import SharedParameters
-
-        aggregator, at = intervention.aggregator, intervention.at
-        assert aggregator is not None
-        assert isinstance(at, SharedParameters)
-        self.check(intervention, self.operations)
-        (label,) = labels_of(intervention, self.labels)
-        self.multi_task.add(label, aggregator, at, intervention.when)
-        self.aggregators[label] = intervention
-        self.begin_flags(intervention)
 
     def remove(self, operation: Operation) -> None:
         """Detach an intervention, and drop its states and the sites that saw no gradient."""

@@ -236,10 +236,7 @@ class Surgery:
             undo.callback(live.abort)
             if optimizer is not None:
                 attachment.bind(optimizer, clock)
-            attachment.add(*(item for item in items if item.aggregator is None))
-            for item in items:
-                if item.aggregator is not None:
-                    attachment.add_aggregator(item)
+            attachment.add(*items)
             self._live = live
             self.was_attached = True
             undo.pop_all()
