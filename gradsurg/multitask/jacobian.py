@@ -17,7 +17,7 @@ from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
 from gradsurg.multitask.losses import BackwardCall, loss_values
 from gradsurg.multitask.shards import part_of, task_gradients
-from gradsurg.sites.selection import owned_params
+from gradsurg.sites.selectors import params_of
 from gradsurg.torch_internals.autograd import version_of
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import preserved
@@ -601,7 +601,8 @@ def check_repeatable(
 
 def first_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters of a model, each with its first name."""
-    return {param: names[0][0] for param, names in owned_params(model).items()}
+    named = params_of(model)
+    return {each.thing: each.names[0] for each in named if isinstance(each.thing, Tensor)}
 
 
 def _node_names(losses: Mapping[str, Tensor]) -> set[str]:

@@ -162,16 +162,6 @@ def params_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {uncompiled_name(name): param for name, param in named}
 
 
-@scanned
-def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-    """Return every parameter with all its names and the module that owns it under each."""
-    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            names.setdefault(param, []).append((uncompiled_name(name), module))
-    return names
-
-
 def uncompiled_name(name: str) -> str:
     """Return the name of a module or parameter without the parts added by torch.compile."""
     # The first test is for speed: names of large models are read at each attaching.

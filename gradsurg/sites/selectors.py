@@ -24,8 +24,8 @@ from gradsurg.sites.selection import (
     matches,
     matches_type,
     nothing_matched,
-    owned_params,
     scanned,
+    uncompiled_name,
     unnumbered,
     why_not_called,
 )
@@ -172,10 +172,12 @@ class ParamSelector(NamedSelector):
 @scanned
 def params_of(model: nn.Module) -> list[Named]:
     """Return every parameter of a model once, with all its names and owners."""
-    return [
-        Named(tuple(name for name, _ in owned), param, tuple(owner for _, owner in owned))
-        for param, owned in owned_params(model).items()
-    ]
+    named: dict[nn.Parameter, Named] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            names, _, owners = named.get(param, ((), param, ()))
+            named[param] = Named((*names, uncompiled_name(name)), param, (*owners, module))
+    return [*named.values()]
 
 
 def _depth(name: str, is_module: bool) -> int:
