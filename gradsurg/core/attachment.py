@@ -18,7 +18,7 @@ from gradsurg.core.observers import observed_modules
 from gradsurg.core.operation import Operation
 from gradsurg.core.pitfalls import LISTENING, MOMENTS, listening, refusal
 from gradsurg.core.pitfalls.base import Pitfall
-from gradsurg.core.site_hook import Joint, SiteHook, callers
+from gradsurg.core.site_hook import Joint, SiteHook
 from gradsurg.core.traced import TracedHook, why_it_breaks
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
@@ -42,11 +42,12 @@ DETACHED = "the block has ended, and with it the surgery: attach it again"
 class Attachment:
     """An attached surgery, as its hooks and the kinds of site see it.
 
-    PyTorch's hooks hold this object, and it holds the model weakly. It and its hooks refer to one
-    another until `close`. It is the `Door` of all kinds; `stack` takes the removals of the hooks of
-    the kind that is being watched. Of several interventions at one place the hooks act in order, as
-    one hook of PyTorch. `shadow` measures effects and applies nothing; `rank` is the number of this
-    process among `processes`; `is_compiled` says that the compiled form of the model was attached.
+    PyTorch's hooks hold this object, which holds the model weakly: the handle of the user can be
+    dropped, and so can the model. The attachment and its hooks refer to one another until `close`.
+
+    It is the `Door` of all kinds of site. If several interventions act at one place, PyTorch has
+    one hook there, which calls theirs in order. `rank` is the number of this process among
+    `processes`, and 0 of 1 without torch.distributed.
     """
 
     def __init__(
@@ -64,33 +65,39 @@ class Attachment:
         is_compiled: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self._model: ref[nn.Module] | None = ref(model)
+        self._model: ref[nn.Module] | None = ref(model)  # None once the surgery is detached
         self.effects, self.clock = effects, clock or Clock()
+        # By `label/site`, `label/group` and `label/site/when`; the surgery has the same dict.
         self.states = {} if states is None else states
-        self.seed, self.rank, self.processes, self.shadow = seed, rank, processes, shadow
-        self.conflict_every, self.scaler = conflict_every, scaler
+        self.seed, self.conflict_every, self.scaler = seed, conflict_every, scaler
+        self.rank, self.processes = rank, processes
+        self.shadow = shadow  # effects are measured, and no result is used
+        self.is_compiled = is_compiled  # whether `attach` was given the result of torch.compile
         self.factor = 1.0  # of the losses of `live.backward`
         self.ledger, self.steps, self.leaves = Ledger(), OptimizerSteps(), Leaves()
-        self.warned: set[str] = set()
-        self.removed: list[str] = []  # the notes of interventions that were removed
-        self.is_compiled = is_compiled
-        self.operations: list[Operation] = []
+        self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
-        self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
-        self.at_first_steps: list[Callable[[], None]] = []
+        self.warned: set[str] = set()  # the texts, or their keys, that were emitted
+        self.removed: list[str] = []  # the notes of interventions that were removed
+        # Pitfalls that listen, and their methods by moment. Any: each has other arguments.
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
-        self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}  # Any: methods
-        self.in_order = callers(self)
-        self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
+        self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}
+        self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
+        # Called once, when a pitfall tells after some steps which sites have not acted.
+        self.at_first_steps: list[Callable[[], None]] = []
+        # Removals of hooks: those of the kind in `watch` now, of each kind, of no kind, and of the
+        # hook that checks the places after the first forward.
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
-        self.shared = Shared(model)
-        self._watching = ExitStack()  # the hooks that are no kind's
+        self._watching, self.ended = ExitStack(), ExitStack()
         self._listens_to_forward = False
-        self.ended = ExitStack()  # the hook that checks the places after the first forward
-        self._lock = RLock()  # two threads may meet a place for the first time
-        self._met: dict[Place, Joint | None] = {}
+        self.shared = Shared(model)  # the numbers of the calls of modules
+        self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
+        # Caches, emptied whenever the interventions change: the hook of a place, and the
+        # interventions that pick it. Two threads may meet a place for the first time.
+        self._met: dict[Place, Joint] = {}
         self._wanted: dict[Place, list[Operation]] = {}
+        self._lock = RLock()
         effects.begin(self.clock.step)
 
     # What hooks and kinds read.
@@ -156,6 +163,7 @@ class Attachment:
         """The aggregators, and the backward passes of several losses; made when it is needed."""
         from gradsurg.multitask.backward import MultiTaskBackward
 
+        # Imported above and made here, as most surgeries have a single loss.
         multi_task = MultiTaskBackward(self, self.conflicts)
         self.at_tick.append(multi_task.after_step)
         self.at_first_steps.append(multi_task.warn_unused)
@@ -164,7 +172,7 @@ class Attachment:
     @property
     def has_multi_task(self) -> bool:
         """Whether `multi_task` was needed."""
-        return "multi_task" in vars(self)
+        return "multi_task" in vars(self)  # where `cached_property` keeps its value
 
     def tell_scaler(self) -> None:
         """Warn that a GradScaler is in use that the aggregators do not know."""
@@ -176,9 +184,10 @@ class Attachment:
 
         The moments are methods of `Pitfall`.
         """
-        for listener in [*self.listeners[moment]]:
+        for listener in [*self.listeners[moment]]:  # a copy, as some are removed
             for text in listener(self, *found) or ():
                 self.warn_once(text)
+            # `__self__` is the pitfall whose method this is; it says when it has heard enough.
             if moment in listener.__self__.done:
                 self.listeners[moment].remove(listener)
 
@@ -193,16 +202,23 @@ class Attachment:
         ]
 
     def add(self, *interventions: Intervention) -> None:
-        """Attach interventions, all or none of them.
+        """Attach interventions, all or none of them; aggregators only when the block begins.
 
         Raises LookupError, listing the names, if a selector picks nothing; after the first forward
         if places are known only then.
         """
         operations, labels = [*self.operations], self.labels
+        aggregators: list[str] = []
         for intervention in interventions:
-            if self.scaler is not None or intervention.is_checked_at_attach:
+            combines = intervention.aggregator is not None
+            if combines or self.scaler is not None or intervention.is_checked_at_attach:
                 self.check(intervention, operations)
             labels.append(labels_of(intervention, labels))
+            if combines:
+                # Before hooks are made: beside an aggregator none may be in a compiled graph.
+                self.aggregators[labels[-1][0]] = intervention
+                aggregators += labels[-1]
+                continue
             operations.append(operation := Operation(self, intervention, labels[-1]))
             if intervention.changed_tensors != "gradients":
                 self.effects.others[operation.label] = intervention.changed_tensors
@@ -211,26 +227,17 @@ class Attachment:
         before = self.operations
         try:
             self._watch(operations)
-        except BaseException:
+            # Its hooks on modules run after ours, and see the aliases that ours may return.
+            for label in aggregators:
+                self.multi_task.add(label, self.aggregators[label])
+                self.begin_flags(self.aggregators[label])
+        except BaseException:  # also an interrupt: no hook may be left
             self._watch(before)
             for each in operations:
                 if each not in before:
                     self.forget(each)
                     each.close()
             raise
-
-    def add_aggregator(self, intervention: Intervention) -> None:
-        """Attach an aggregator. Raises as `Intervention` and `SharedParameters` say."""
-        from gradsurg.multitask.shared_parameters import SharedParameters
-
-        aggregator, at = intervention.aggregator, intervention.at
-        assert aggregator is not None
-        assert isinstance(at, SharedParameters)
-        self.check(intervention, self.operations)
-        (label,) = labels_of(intervention, self.labels)
-        self.multi_task.add(label, aggregator, at, intervention.when)
-        self.aggregators[label] = intervention
-        self.begin_flags(intervention)
 
     def remove(self, operation: Operation) -> None:
         """Detach an intervention, and drop its states and the sites that saw no gradient."""
@@ -259,8 +266,9 @@ class Attachment:
             for key in [key for key in self.states if key.startswith(prefix)]:
                 if key.endswith("/when"):
                     del self.states[key]
-        observed_modules(intervention.forward_triggers, self.model)  # which raises an error
+        observed_modules(intervention.forward_triggers, self.model)  # for its error, before changes
         if intervention.operator != operation.intervention.operator:
+            # The key of a pitfall's warning, which may be true of the new transform again.
             self.warned.discard(f"{operation.label} acts on parts")
         operation.set(intervention)
         if intervention.when is not trigger:
@@ -272,10 +280,11 @@ class Attachment:
         self, optimizer: Optimizer | Sequence[Optimizer], clock: Optimizer | None = None
     ) -> None:
         """Use these optimizers from now on, in the place of earlier ones; states are kept."""
+        # Weakly: the hooks of an optimizer, which may outlive the surgery, hold the function.
         self.steps.bind(optimizer, clock, WeakMethod(self.tick))
         waiting = [each for each in self.operations if each.stage == "step"]
         for each in self.operations:
-            each.is_new = each in waiting
+            each.is_new = each in waiting  # a parameter that no optimizer holds is an error again
             each.set(each.intervention)
         try:
             for kind in dict.fromkeys(kind for each in waiting for kind in each.kinds):
@@ -299,16 +308,17 @@ class Attachment:
         clock.error, clock.batch = None, {}
         self.effects.begin(clock.step)
         self.tell("step_ended")
+        # A function called at a tick may have closed the surgery: then operations are closed too.
         for operation in self.operations if self._model is not None else ():
             operation.begin_step()
             if operation.examples is not None:
-                operation.examples.end_step()
+                operation.examples.end_step()  # frees the gradients of single examples
 
     def load_states(self) -> None:
         """Use the states and the step that were loaded into `states` and `clock`."""
         self.effects.begin(self.clock.step)
         for operation in self.operations:
-            operation.set(operation.intervention)
+            operation.set(operation.intervention)  # decisions and checks were of the old state
             for hook in operation.hooks.values():
                 hook.forget_steps()
 
@@ -316,7 +326,7 @@ class Attachment:
         """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
         if self._model is None:
             return
-        with ExitStack() as stack:  # all of them, also if removing one fails
+        with ExitStack() as stack:  # closes all of them, also if removing one fails
             for each in (
                 *self._stacks.values(),
                 self._watching,
@@ -332,6 +342,7 @@ class Attachment:
                 stack.callback(vars(self).pop("multi_task").close)
             for operation in self.operations:
                 stack.callback(operation.close)
+        # Hooks on built graphs may hold this object: from here on it holds nothing of the model.
         self._model = self.scaler = None
         self.at_tick.clear()
         self.at_first_steps.clear()
@@ -346,20 +357,20 @@ class Attachment:
 
     def wants(self, place: Place) -> list[Operation]:
         """See `Door.wants`."""
-        if place in self._wanted:
-            return self._wanted[place]
-        with self._lock:
-            picking: list[Operation] = []
-            for operation in self.operations:
-                if place.kind not in operation.kinds:
-                    continue
-                if operation.at.fits(place, operation.memory):
-                    operation.memory.has_picked = True
-                    picking.append(operation)
-                else:
-                    operation.memory.rejected[place] = None
-            self._wanted[place] = picking
-        return picking
+        picking = self._wanted.get(place)
+        if picking is None:
+            with self._lock:
+                picking = []
+                for operation in self.operations:
+                    if place.kind not in operation.kinds:
+                        continue
+                    if operation.at.fits(place, operation.memory):
+                        operation.memory.has_picked = True
+                        picking.append(operation)
+                    else:
+                        operation.memory.rejected[place] = None
+                self._wanted[place] = picking
+        return picking  # empty for a place that no intervention picks
 
     def meet(
         self,
@@ -369,16 +380,16 @@ class Attachment:
         acted: Sequence[SiteFn] = (),
     ) -> Joint | None:
         """See `Door.meet`."""
-        if place not in self._met:
-            with self._lock:
-                hooks = [operation.hook_at(place) for operation in self.wants(place)]
-                self._met[place] = Joint(hooks) if hooks else None
-        joint = self._met[place]
+        joint = self._met.get(place)
         if joint is None:
-            return None
+            if not (picking := self.wants(place)):
+                return None
+            with self._lock:
+                joint = self._met[place] = Joint([each.hook_at(place) for each in picking])
         if value is not None and not value.requires_grad:
-            self.none(place, NO_GRADIENT)
+            self.none(place, NO_GRADIENT)  # not cached: the same call may have a gradient next time
             return None
+        # The functions that act on this very tensor already, under the site id of another place.
         table = module_hooks.hooks_of(value) if own and value is not None else {}
         if acting := table.values() or acted:
             joint = self._without(acting, joint)
@@ -401,17 +412,19 @@ class Attachment:
     ) -> dict[nn.Module, TracedHook]:
         """See `Door.traced`."""
         operations, hooks = self._at(kind), dict[nn.Module, TracedHook]()
+        # Compiled code neither measures nor counts, and the passes of aggregators pause hooks.
         if self.effects.every or self.shadow or self.aggregators:
             return hooks
-        # The tensor of a module around others may be theirs, at which the same hook acts: that is
-        # not seen while a module is traced.
+        # A container returns the tensor of its last child: one place, at which one hook must act.
+        # In eager code PyTorch's table of a tensor's hooks shows it; Dynamo does not trace that.
         holds_others = any(next(named.owners[0].children(), None) is not None for named in found)
         if holds_others or any(why_it_breaks(each.intervention) for each in operations):
             return hooks
         for named in found:
             names = {(kind, name) for name in named.names}
             acting = [each for each in operations if names & each.near]
-            # The calls of a module with several names take them in turn.
+            # The calls of a module with several names take them in turn, and compiled code does
+            # not number calls: only an intervention that picks all of its names may act there.
             if all(names <= each.near for each in acting):
                 place = Place(kind, named.names[:1], ref(named.owners[0]), 0, suffix=suffix)
                 hooks[named.owners[0]] = hook = TracedHook(acting, place)
@@ -497,10 +510,13 @@ class Attachment:
         return [each for each in self.operations if kind in each.kinds]
 
     def _without(self, acted: Iterable[Callable[..., object]], joint: Joint) -> Joint | None:
-        """The hooks that do not act on a tensor yet; the sites of others are names of one place.
+        """The hooks that do not act on a tensor yet; None if all do.
 
-        PyTorch drops the hooks of a tensor that is changed in place: its gradient is another one.
+        `acted` are the functions that PyTorch calls for this tensor. The ledger gets the site ids
+        of hooks that are left out as other names of one place. A tensor that was changed in place
+        is not such a case: PyTorch has dropped its hooks, as its gradient is another one.
         """
+        # With a value the function is wrapped in a `partial`; other libraries' have no `hooks`.
         plain = (getattr(function, "func", function) for function in acted)
         acting = {hook.operation: hook for own in plain for hook in getattr(own, "hooks", ())}
         for hook in joint.hooks:
@@ -563,7 +579,8 @@ class Attachment:
         """Register the hooks for these interventions, in the place of those for the present."""
         model = self.model
         for gone in {*self.operations} - {*operations}:
-            gone.close()
+            gone.close()  # graphs built earlier keep calling its hooks: they must do nothing
+        # Those of interventions that go are watched again too: without them, or not at all.
         kinds = dict.fromkeys(
             kind for each in (*self.operations, *operations) for kind in each.kinds
         )
@@ -580,6 +597,7 @@ class Attachment:
             self.operations = operations
             for kind in kinds:
                 self._watch_kind(kind, self.near(kind, things[kind]))
+        # Last, as the calls must be numbered before, and end after, all hooks of the model.
         if self.shared.threads:
             self.shared.renew()
         expectations.check_places(self)
@@ -594,7 +612,7 @@ class Attachment:
             return  # nothing acts and nothing is measured
         kinds = {f"{kind.name}.{kind.mode}" for each in self.operations for kind in each.kinds}
         for pitfall in listening(kinds):
-            if pitfall not in self._pitfalls:
+            if pitfall not in self._pitfalls:  # one object for all changes of the interventions
                 self._pitfalls[pitfall] = made = pitfall()
                 for moment in LISTENING[pitfall]:
                     self.listeners[moment].append(getattr(made, moment))

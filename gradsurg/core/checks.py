@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from gradsurg.core.site_hook import SiteHook
 
 WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
-"""Stages whose results others may write to: they end up in `.grad` or with the user."""
+"""Stages whose results others may write to, as optimizers to `.grad` and users to activations.
+
+A tensor that a user's transform also keeps in its state must be cloned there."""
 
 
 def check_dense(hook: "SiteHook", grad: Tensor) -> None:
@@ -46,6 +48,7 @@ def check_result(
         or result.layout is not grad.layout
     ):
         raise result_error(hook, index, grad, result)
+    # PyTorch counts the writes to a tensor in place; inference tensors alone have no count.
     if autograd.version_of(grad) != version:
         raise RuntimeError(
             f"{link.label}: changed the gradient in place at site '{site}', where other "
@@ -64,8 +67,9 @@ def check_result(
 
 def refuse_graph(hook: "SiteHook", index: int, grad: Tensor) -> None:
     """Raise RuntimeError if a graph of the gradient is made, whose derivative would be wrong."""
-    # A gradient without a graph, as that of a linear loss, may still get a result that depends
-    # on the value. Activations are no gradients, and `torch.func.grad` always has a graph.
+    # With create_graph, a gradient may have no graph itself (that of a linear loss), while the
+    # result depends on the value and should have one: so grad mode in a backward pass counts too.
+    # Activations have a graph without it, and so has everything under `torch.func.grad`.
     has_graph = grad.requires_grad or (torch.is_grad_enabled() and autograd.in_backward())
     if has_graph and hook.operation.stage != "forward" and not autograd.in_functorch():
         link = hook.operation.links[index]
@@ -85,6 +89,7 @@ def check_no_state(hook: "SiteHook", transform: Transform, grad: Tensor) -> None
 def check_state_fits(hook: "SiteHook", index: int, grad: Tensor, state: TransformState) -> None:
     """Raise ValueError if the state was made for a gradient of another shape."""
     link = hook.operation.links[index]
+    # `init` shows which shapes a state for this gradient would have.
     needed, found = (
         {name: list(tensor.shape) for name, tensor in each.items()}
         for each in (link.transform.init(grad), state)
@@ -117,7 +122,8 @@ def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
 
 def _shares_storage(result: Tensor, value: Tensor) -> bool:
     if autograd.is_wrapped(result) or autograd.is_wrapped(value):
-        return False
+        return False  # tensors of torch.func and vmap have no storage of their own
+    # Empty tensors, and those on the meta device, all have the address 0.
     return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() != 0
 
 

@@ -25,6 +25,7 @@ def check_places(attachment: "Attachment") -> None:
         if operation.stage == "step" and not attachment.steps.optimizers:
             continue  # it waits for `bind`
         wanted = operation.at.count
+        # The places of parameters are known now, those of modules after a forward.
         if any(kind.known_at != "watch" for kind in operation.kinds):
             if wanted is not None or not operation.placed:
                 waiting.append(operation)
@@ -36,8 +37,10 @@ def check_places(attachment: "Attachment") -> None:
         return
 
     def ended(module: nn.Module, args: object, output: object) -> None:
+        # A forward that makes a graph: not an evaluation, nor the recomputation of a checkpoint.
         is_whole = torch.is_grad_enabled() and not autograd.in_backward()
         if is_whole and compiling.in_jit_trace():
+            # Traced code runs no hooks of modules; a later forward of the model itself is checked.
             for each in waiting:
                 each.note(TRACED)
         elif is_whole and waiting:
@@ -56,13 +59,16 @@ def _check_after_forward(
     for operation in operations:
         selector, memory = operation.at, operation.memory
         in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
+        # A reentrant checkpoint makes no graph in the forward, and its nodes in the backward pass.
         may_meet_nodes = attachment.shared.has_graphless and meets_more(output, by_gradient=False)
         if selector.count is None:
+            # Places were found, and the selector has picked none: its fields are wrong.
             unmet = memory.rejected and not memory.has_picked
             if unmet and (error := selector.nothing_met(memory, may_meet_nodes)):
                 raise error
         elif meets_more(output, in_backward):
             operation.awaits_backward = True
+            # A default binds the operation of this round; a plain closure would see the last one.
             after_backward(output, lambda late=operation: _check_count(late))
         else:
             _check_count(operation)
@@ -103,11 +109,11 @@ def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
         for names, thing, _ in attachment.near(kind, kind.things(attachment.model)):
             is_module = isinstance(thing, nn.Module)
             tables = call_tables(thing) if is_module else tensor_tables(thing)
-            if kind.reaches_new:
+            if kind.reaches_new:  # by hooks for all modules of the process
                 tables = (*tables, *module_hooks.global_hooks())
             if others := foreign_hooks(*tables):
                 for entry in entries:
-                    name = entry.site.partition("#")[0]
+                    name = entry.site.partition("#")[0]  # of a module or a parameter
                     if name in names:
                         entry.foreign = others
 
@@ -123,7 +129,8 @@ def ending(attachment: "Attachment", operation: Operation) -> list[str]:
             "show all of them"
         )
     entries = attachment.ledger.of(operation.label)
-    # Of silent sites the ledger warns.
+    # A part of a selector is told only if all sites have acted: of sites without a gradient the
+    # ledger warns, which says more.
     if operation.placed and all(entry.all_calls or entry.skipped for entry in entries):
         silent = ", ".join(map(repr, operation.at.unmatched(operation.memory)))
         if silent:

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.core.attachment import Attachment
-from gradsurg.core.intervention import GradCallable, Intervention, labels_of
+from gradsurg.core.intervention import GradCallable, Intervention, labels_of, lack
 from gradsurg.core.operation import Operation
 from gradsurg.core.site_hook import SiteHook
 from gradsurg.effects.effects import Effects
@@ -20,16 +20,7 @@ from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need, Transform, as_transform
 
-_MISSING: dict[Need, str] = {
-    "layer": "the module whose input has the gradient; a hook does not see it",
-    "entering": "the gradient that enters the autograd node; a hook does not see it",
-    "error": "the gradient of a model's output; a hook has no model",
-    "labels": "the labels of the examples; use a Surgery and live.set_batch",
-    "gradient": "the gradient of an update; a hook does not see the optimizer",
-    "product": "the gradient of the input of a matrix product; a hook cannot tell which that is",
-    "value": "the value whose gradient it gets; a node has none",
-}
-_numbers = count()  # numbers the hooked places, so that each draws other noise
+_numbers = count()  # of the hooked places: random numbers are seeded by (seed, site, step)
 
 
 class Hooked:
@@ -79,15 +70,17 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     wrapped = as_transform(transform)
     provided: set[Need] = {"value"} if isinstance(place, Tensor) else set()
     if isinstance(wrapped, Transform) and (lacks := sorted(wrapped.needs - provided)):
-        raise ValueError(f"{wrapped!r} needs {_MISSING[lacks[0]]}")
+        kind = "tensor" if isinstance(place, Tensor) else "node"
+        raise ValueError(f"{wrapped!r} {lack(f'gs.hook at a {kind}', lacks[0])}")
     intervention = Intervention(wrapped)
     if intervention.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
-    # Hooks hold the attachment, which is without a model here.
+    # A hook works within an attachment, which needs a model: this one is never called.
     attachment = Attachment(nn.Identity(), Effects(every=0))
     operation = Operation(attachment, intervention, labels_of(intervention))
     if isinstance(place, Tensor):
         call, held = SiteHook(operation, f"tensor{next(_numbers)}").call, ref(place)
+        # `held` is weak: a tensor whose hook held it would be freed by the garbage collector alone.
         handle = place.register_hook(lambda grad: call(grad, held()))
         return Hooked(handle, attachment.ledger, operation.label)
     name, count = place.name(), len(autograd.outputs_of(place))

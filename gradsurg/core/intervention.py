@@ -42,19 +42,14 @@ GradCallable = Callable[[Tensor], Tensor]
 
 
 class Facts(NamedTuple):
-    """A link of an intervention, which has several if its transform is a `Chain`, and its label.
-
-    `is_trusted` says that it is gradsurg's own, whose contract is tested; `keeps_shape` that it
-    needs no check of the shape after the first gradient; `refuses_graph` that it is known not to be
-    differentiable. `apply` is that of a transform without state, else None.
-    """
+    """What hooks need to know of a transform of an intervention, or of a link of its `Chain`."""
 
     transform: Transform
-    apply: Callable[[Tensor, TransformContext], Tensor] | None
-    is_trusted: bool
-    keeps_shape: bool
-    refuses_graph: bool
-    label: str = ""
+    apply: Callable[[Tensor, TransformContext], Tensor] | None  # None if it keeps a state
+    is_trusted: bool  # whether it is gradsurg's own, whose contract is tested
+    keeps_shape: bool  # whether its results need no check after the first one
+    refuses_graph: bool  # whether it is known not to be differentiable
+    label: str = ""  # known once it is attached
 
     def chosen(
         self, state: TransformState, before: TransformState, fires: Tensor
@@ -79,18 +74,7 @@ class Intervention:
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` is the selector's, by
     default the first for the transform's scope; an aggregator has none. Raises ValueError if the
     transform cannot act at the selector's stage or needs something that the sites do not provide.
-
-    The other fields are found once, when it is made:
-
-    - `link_names`: the `names` or their defaults; `facts`: what hooks need to know of each link;
-    - `flags`: the switches that the trigger reads; `forward_triggers`: its parts that read the
-      batch or a module's tensors; `reads_gradient`: whether it reads the gradient;
-      `has_own_trigger`: whether it, or a part of it, is a user's;
-    - `asks`: what hooks need besides the gradient; `observes`: whether something of each forward;
-    - `changed_tensors`: as those of the selector;
-    - `checking_links`: the links that check parameters; `dense`: the part that refuses sparse
-      gradients; `checks_sites`: whether not every site will do; `is_checked_at_attach`: whether one
-      of these, or a switch, can be wrong for a model.
+    The fields after `stage` follow from the others, and are found once, when it is made.
     """
 
     transform: Transform | Aggregator | GradCallable
@@ -98,18 +82,26 @@ class Intervention:
     when: Trigger = field(default_factory=Always)
     names: tuple[str, ...] = ()
     stage: Stage = field(init=False, repr=False, compare=False)
+    # The `names`, or their defaults.
     link_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    # The parts of the trigger that are switches, and those that read the batch or a module.
     flags: tuple[Flag, ...] = field(init=False, repr=False, compare=False)
     forward_triggers: tuple[TensorTrigger, ...] = field(init=False, repr=False, compare=False)
-    checking_links: tuple[Transform, ...] = field(init=False, repr=False, compare=False)
-    facts: tuple[Facts, ...] = field(init=False, repr=False, compare=False)
-    asks: frozenset[Ask] = field(init=False, repr=False, compare=False)
+    # Whether the trigger reads the gradient, and whether a part of it is a user's.
     reads_gradient: bool = field(init=False, repr=False, compare=False)
     has_own_trigger: bool = field(init=False, repr=False, compare=False)
-    checks_sites: bool = field(init=False, repr=False, compare=False)
-    dense: Transform | Trigger | None = field(init=False, repr=False, compare=False)
+    # What hooks need to know of each link, and what they need besides the gradient.
+    facts: tuple[Facts, ...] = field(init=False, repr=False, compare=False)
+    asks: frozenset[Ask] = field(init=False, repr=False, compare=False)
+    # Whether it has to see each forward pass.
     observes: bool = field(init=False, repr=False, compare=False)
+    # As those of the selector: "gradients", or what else is changed.
     changed_tensors: str = field(init=False, repr=False, compare=False)
+    # The links that check parameters, and the part that takes no sparse gradient, if there is one.
+    checking_links: tuple[Transform, ...] = field(init=False, repr=False, compare=False)
+    dense: Transform | Trigger | None = field(init=False, repr=False, compare=False)
+    # Whether a site may be unfit for a transform, and whether anything may be unfit for a model.
+    checks_sites: bool = field(init=False, repr=False, compare=False)
     is_checked_at_attach: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +116,7 @@ class Intervention:
                 )
             object.__setattr__(self, "transform", transform)
         links, parts = self.links or (self.transform,), self.when.parts
-        plain = Transform.check_parameters
+        plain = Transform.check_parameters  # which checks nothing: a link overrides it, or not
         self._check_names(len(links))
         vars(self).update(  # the class is frozen
             link_names=self.names or tuple(snake(type(link).__name__) for link in links),
@@ -145,6 +137,8 @@ class Intervention:
     def _find_facts(self) -> None:
         """Find out what is read at each attach, or at each gradient."""
         sources = {part.source for part in self.when.parts if isinstance(part, TensorTrigger)}
+        # Whether it may act on the part of a sharded gradient that this process has: if so, the
+        # parts need not be gathered.
         takes_parts = not (self.reads_value or "grad" in sources) and all(
             link.acts_on_shards for link in self.links
         )
@@ -229,6 +223,7 @@ class Intervention:
             case "backward" if self.acts_on_parameters:
                 return "linear" not in properties
             case "accumulated" | "sent" | "reduced" | "backward_end":
+                # The running sum is transformed again after each pass, with what was in it before.
                 return not {"linear", "idempotent"} <= properties
             case _:
                 return False
@@ -246,6 +241,7 @@ class Intervention:
         if self.stage not in SCALED:
             return ""
         sized: Transform | Trigger | None = None
+        # Homogeneous: f(c g) = c f(g), so that unscaling gives the result of the unscaled gradient.
         if "homogeneous" not in self.operator.properties:
             sized = self.operator
         else:
@@ -308,7 +304,8 @@ class Intervention:
     def _check_sparse(self, model: nn.Module, dense: Transform | Trigger) -> None:
         """Raise ValueError if a gradient will be sparse, which a transform or a trigger refuses.
 
-        The gradient of a parameter that other modules use too is their dense sum.
+        A table's gradient is sparse only if all its uses are of modules with sparse=True: PyTorch
+        adds a sparse and a dense gradient to a dense one.
         """
         uses: dict[Tensor, bool] = {}  # whether the gradients of all uses are sparse
         for module in model.modules():
@@ -348,6 +345,7 @@ class Intervention:
             ]
             transform = Chain(*links) if isinstance(transform, Chain) else links[0]
         new = Intervention(transform, self.at, when or self.when, self.names)
+        # Hooks stay registered while a transform is replaced: so must their places.
         if (new.stage, new.scope) != (self.stage, self.scope):
             raise ValueError(
                 f"'{label}' is hooked at stage '{self.stage}' for a {self.scope}, and "
@@ -396,8 +394,9 @@ class Intervention:
         if self.needs - provided:
             link = next(link for link in self.links if link.needs - provided)
             lacks = sorted(link.needs - provided)
-            raise FieldError(link, [("", f"needs {_lack(self.at, lacks[0])}")])
+            raise FieldError(link, [("", lack(repr(self.at), lacks[0]))])
         for link in self.links:
+            # A wrapper takes over the needs of the transform inside, and keeps a state of its own.
             if "skip" in link.needs and SKIPPED not in link.init(torch.zeros(1)):
                 text = "cannot skip steps from inside another transform; make it a link of a chain"
                 raise FieldError(link, [("", text)])
@@ -444,59 +443,39 @@ def is_trusted(transform: Transform) -> bool:
     """
     if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
         return False
+    # Transforms in its fields, as the links of a `Chain`, may be a user's.
     values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
     parts = [part for value in values for part in value if isinstance(part, Transform)]
     return all(is_trusted(part) for part in parts)
 
 
-LACKS: dict[Need, tuple[str, str, str]] = {
-    "value": (
-        "the value whose gradient it gets",
-        "{kind} has none",
-        "Parameters, Outputs or Inputs",
-    ),
-    "entering": (
-        "the gradient that enters the autograd node",
-        "{at!r} has none",
-        "Nodes with side='leave'",
-    ),
-    "layer": ("the module whose input has the gradient", "{at!r} has none", "Inputs"),
-    "gradient": (
-        "the gradient from which the optimizer made an update",
-        "{kind} has no updates",
-        "Updates",
-    ),
+LACKS: dict[Need, tuple[str, str]] = {
+    "value": ("the value whose gradient it gets", "Parameters, Outputs or Inputs"),
+    "entering": ("the gradient that enters the autograd node", "Nodes with side='leave'"),
+    "layer": ("the module whose input has the gradient", "Inputs"),
+    "gradient": ("the gradient from which the optimizer made an update", "Updates"),
     "product": (
         "the gradient of the input of a matrix product",
-        "{at!r} has other gradients too",
         "Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0",
     ),
-    "examples": ("the gradients of the single examples", "{kind} has none", "Parameters"),
-    "skip": (
-        "an optimizer's step that it can skip",
-        "{at!r} has none",
-        "Parameters, stage 'step'",
-    ),
-    "labels": ("a gradient with an axis of examples", "{kind} has none", "Outputs or Inputs"),
-    "error": (
-        "the gradient of the model's output for the same examples",
-        "{at!r} has gradients of other shapes",
-        "Outputs or Inputs",
-    ),
+    "examples": ("the gradients of the single examples", "Parameters"),
+    "skip": ("an optimizer's step that it can skip", "Parameters, stage 'step'"),
+    "labels": ("a gradient with an axis of examples", "Outputs or Inputs"),
+    "error": ("the gradient of the model's output for the same examples", "Outputs or Inputs"),
 }
-"""What a transform may need, what sites without it have instead, and sites that have it."""
+"""An input that a transform may need besides the gradient, and the sites that have it."""
 
 
-def _lack(at: Selector, need: Need) -> str:
-    """Describe an input that these sites do not provide, and name sites that do."""
-    what, instead, sites = LACKS[need]
-    return f"{what}, and {instead.format(kind=type(at).__name__, at=at)}; it can act at {sites}"
+def lack(place: str, need: Need) -> str:
+    """Describe an input that a place does not provide, and name the sites that do."""
+    what, sites = LACKS[need]
+    return f"needs {what}, which {place} does not provide; it can act at {sites}"
 
 
 def _group_link(intervention: Intervention) -> Transform:
     """Return the link that acts on a group of gradients, else the whole transform."""
-    needy = (link for link in intervention.links if link.scope == "group")
-    return next(needy, intervention.operator)
+    group_links = (link for link in intervention.links if link.scope == "group")
+    return next(group_links, intervention.operator)
 
 
 def labels_of(intervention: Intervention, others: Iterable[Sequence[str]] = ()) -> tuple[str, ...]:

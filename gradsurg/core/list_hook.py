@@ -27,9 +27,10 @@ Fires = Sequence[bool | Tensor]
 
 
 class ListHook:
-    """One intervention over a list of places; see `gradsurg.sites.places.PlacesHook`.
+    """One intervention over a list of places, whose gradients a kind of site has all at once.
 
-    `values` and `gradients` are empty where there are none.
+    A kind sees it as `gradsurg.sites.places.PlacesHook`. It sets `values` and `gradients`, which
+    stay empty at sites that have no value, or no gradient besides the tensor that is transformed.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class ListHook:
         self.values: Sequence[ReadTensor] = ()
         self.gradients: Sequence[ReadTensor] = ()
         self._is_checked = False  # whether a group has passed all checks
-        # The sites of each link that has a group state; known also if the list is met again.
+        # By label of a link whose state is of the whole group: the sites that it was made for. Kept
+        # by the operation, as a list is met anew after each change of the interventions.
         self._members = operation.members.setdefault(sites, {})
-        # The states of the members of each link whose state has entries, and the same joined.
+        # By label of a link whose state has an entry for each member: these states as they were
+        # stored last, and the same joined, which saves joining them again in the next step.
         self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
 
     @property
@@ -114,7 +117,9 @@ class ListHook:
             [self.values[index] if self.values else _no_tensor for index in acting],
             [self.gradients[index] for index in acting] if self.gradients else (),
         )
-        # A user's result that is wrong is found before the first gradient is written.
+        # Results are computed one by one, so that only one is held besides the gradients. Those of
+        # a user are all computed first, so that a wrong one is found before a gradient is written.
+        # So are all results if autocast has to be off while they are computed: in the block below.
         is_whole = autograd.any_autocast() or not all(link.is_trusted for link in operation.links)
         with without_autocast(present[0].device.type):
             results, skips = self._stream(rows, present)
@@ -181,7 +186,7 @@ class ListHook:
         """Apply a group transform and update its state; the results are computed when asked for."""
         operation, hooks = self.operation, rows.hooks
         states, key = operation.attachment.states, f"{link.label}/group"
-        has_entries = transform.members == "entries"
+        has_entries = transform.members == "entries"  # of the state, one for each member
         saved, befores = states.get(key), []
         if saved and transform.members == "fixed":
             self._check_members(link, hooks)
@@ -205,7 +210,7 @@ class ListHook:
         skips = False
         if has_entries:
             state = without_graph(state)
-            kept = []
+            kept = []  # by site, so that members may come and go
             for hook, old, new, fired in zip(
                 hooks, befores, _apart(state), rows.fires, strict=True
             ):
@@ -218,6 +223,7 @@ class ListHook:
                 self._check_members(link, hooks)
             states[key] = without_graph(_chosen(rows.fires, state, before))
             if "skip" in transform.needs:
+                # The one value that is waited for: whether to step is decided on the host.
                 skips = bool(states[key][SKIPPED] > before[SKIPPED])
         return self._checked(index, rows, versions, grads, _noted(results, note), state), skips
 
@@ -263,7 +269,9 @@ class ListHook:
                 if operation.sampling:
                     effects.add(hook.slots[index], grad, result)
                 yield result
-                grads[place] = result  # the transform has read it: from now on it is not held
+                # The list is also that of the transform, which has read this gradient: with the
+                # result in its place, the gradient can be freed before the next one is computed.
+                grads[place] = result
                 del grad
         finally:
             for hook in rows.hooks:
@@ -279,7 +287,11 @@ class ListHook:
         grads: Sequence[Tensor],
         saved: TransformState | None,
     ) -> list[TransformState]:
-        """The state of each member: its own, or else its part of `saved`, one of all together."""
+        """The state of each member: its own, or its part of `saved`, a state of all of them.
+
+        A member that is new has none of its own: it gets its part of a state that `init_group`
+        makes for the present members.
+        """
         states = self.operation.attachment.states
         own = [states.get(hook.keys[index], {}) for hook in hooks]
         if saved is None and all(own):
@@ -339,6 +351,7 @@ def _call_with_gradient(
 
 def _noted(results: Iterable[Tensor], note: str) -> Iterator[Tensor]:
     """Yield the results of a transform, and say where it was if it raises."""
+    # Here and not where the transform is called: a generator runs when its results are asked for.
     try:
         yield from results
     except Exception as error:  # a user's transform may raise anything; it is raised again
@@ -354,7 +367,8 @@ def _merged(
     for index in range(len(grads)):
         yield next(stream) if index in places else grads[index]
         grads[index] = None
-    for _ in stream:  # let it end, so that it drops what it holds
+    # Asked once more, the generators run to their ends, where they drop the values they hold.
+    for _ in stream:
         raise AssertionError("a group has more results than gradients")
 
 

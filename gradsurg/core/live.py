@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from gradsurg.per_example.gradients import ExampleSource
 
 
-_open: "WeakSet[Live]" = WeakSet()
+_open: "WeakSet[Live]" = WeakSet()  # weak, so that a dropped handle removes its hooks at once
 
 
 @atexit.register
 def _close_all() -> None:
     """Close what is still attached when the program ends, with its warnings."""
     for live in list(_open):
-        unentered = list(live.unentered)
+        unentered = list(live.unentered)  # `close` clears it, as a call of it is a proper end
         live.close()
         _warn(unentered)
 
@@ -49,15 +49,18 @@ def _warn(texts: Sequence[str]) -> None:
 class Live:
     """An attached surgery: its effects, its ledger, its clock, its interventions.
 
-    Hooks hold the `attachment` and not this handle: when it is dropped, they are removed.
+    PyTorch's hooks hold the `attachment`, and nothing of it holds this handle. So the handle is
+    freed as soon as the user drops it and the surgery, and its finalizer removes the hooks.
     """
 
     def __init__(self, attachment: Attachment, model: nn.Module, surgery: "Surgery") -> None:
         self.attachment = attachment
         self.effects: Effects = attachment.effects
         self.clock: Clock = attachment.clock
-        self._model: nn.Module | None = model  # which hooks hold weakly
-        self._release = WeakMethod(surgery.release)  # weak: the surgery holds this object
+        # Held until it is closed, as the attachment holds the model weakly.
+        self._model: nn.Module | None = model
+        # Weakly, as the surgery holds this handle: a cycle would wait for the garbage collector.
+        self._release = WeakMethod(surgery.release)
         self.unentered: list[str] = []
         """The warning of an `attach` that was neither entered by `with` nor closed."""
         self._finalizer = finalize(self, _remove_hooks, attachment, self.unentered)
@@ -121,8 +124,9 @@ class Live:
         backpropagated separately, and transforms act on each. An aggregator combines the gradients
         of each group of shared parameters into one; a parameter that only one task reaches gets the
         gradient of that task, unless the task is a memory of `AGEM` or `GEM`. The results are added
-        to `.grad`. Other leaves, as an input that requires a gradient, get the sum. Your own hook
-        on a parameter is called for each task, and for the result.
+        to `.grad`. Other leaves, as an input that requires a gradient, get the sum over the tasks.
+        A hook of your own on a parameter is called with the gradient of each task, and once more
+        with the result.
 
         If the aggregator weights losses, as `Mean` does, and no non-linear transform has to act on
         each task, there is one backward of the weighted losses, so the weights also apply to
@@ -131,10 +135,10 @@ class Live:
 
         With `aggregate=False` the gradients are kept, and added to those of the next call, so that
         several batches make one step; each may have some of the tasks, unless losses are weighted.
-        `discard`, an error and a step of the optimizer drop kept gradients. `retain_graph` is that
-        of `Tensor.backward`. With a GradScaler pass scaled losses. `scale` multiplies the update,
-        as the 1/n of a framework that accumulates n batches; losses keep their values for methods
-        that read them.
+        Kept gradients are dropped by `discard`, by an error and by a step of the optimizer. With a
+        GradScaler, give losses that it has scaled. `scale` multiplies the update, as by the 1/n of
+        a framework that accumulates n batches, and leaves the losses that methods read as they are.
+        `retain_graph` is that of `Tensor.backward`.
 
         Raises TypeError or ValueError for an invalid loss, for a transform whose state would mix
         the gradients of the tasks, and, with an aggregator, for losses that share no parameter.
@@ -217,7 +221,7 @@ class Live:
             raise LookupError(f"no trigger asks for a Flag '{flag}'. {nearest(flag, flags)}")
         if not isinstance(on, bool):
             raise TypeError(f"on: must be True or False, found {on!r}")
-        self.clock.flags[flag] = on
+        self.clock.flags[flag] = on  # one assignment, which is safe from any thread
 
     def add(self, intervention: Intervention) -> str:
         """Attach one more intervention and return its label, for `remove` and `set`.
@@ -286,19 +290,20 @@ class Live:
     def close(self) -> None:
         """Remove all hooks, and warn of what did not act; does nothing if that is done."""
         if not self._finalizer.alive:
-            return
+            return  # it runs once: the surgery was closed before
         try:
             with one_scan(self.attachment.model):
                 warnings = list(self.attachment.end_warnings())
+            # Afterwards, as a warning may be an error: then the hooks are removed all the same.
             _warn(warnings)
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Remove all hooks without a warning: an error has ended the training."""
-        if (release := self._release()) is not None:
+        if (release := self._release()) is not None:  # None if the surgery is gone
             release(self)
-        self.unentered.clear()
+        self.unentered.clear()  # the list that the finalizer has, which would warn
         self._finalizer()
         self._model = None
 

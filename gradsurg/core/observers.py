@@ -57,8 +57,8 @@ def observe(
 def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) -> None:
     """Keep the gradient of the model's output in `clock.error` until its backward ends.
 
-    If the backward raises, it is kept until the next forward. Raises TypeError in a forward that
-    returns anything but one tensor.
+    After a backward that raises, in which PyTorch calls nothing at the end, it is kept until the
+    next forward. That forward raises TypeError if it returns anything but one tensor.
     """
     is_attached = True
 
@@ -92,7 +92,7 @@ def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) ->
 
 
 def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
-    """Make `call` ignore copies of the module: one made in the block has the same hooks."""
+    """Make `call` ignore copies of the module: `deepcopy` copies its hooks with it."""
     held = ref(module)
 
     @compiling.untraced
@@ -106,8 +106,8 @@ def _hook(module: nn.Module, call: Callable[..., None]) -> Callable[..., None]:
 class _ForwardCounter:
     """Number the forwards, and note a backward through a forward that is not the newest.
 
-    Only the newest forward's observations are kept, so they would decide for the older forward's
-    gradients too.
+    Observations are kept of the newest forward alone. In a backward through an older one they
+    decide for gradients of another batch.
     """
 
     def __init__(self, triggers: str, note: Callable[[str], None]) -> None:
@@ -162,6 +162,7 @@ class _Observer:
         if autograd.in_backward():
             return
         tensor = next(_tensors(values), None)
+        # Gone if the module is given none now: an earlier call's must not decide for this one.
         self.observations.pop(self.trigger, None)
         if tensor is not None:
             self.shared.discard(self.trigger)

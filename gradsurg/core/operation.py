@@ -31,19 +31,16 @@ STEADY = (Always(), Steps())
 class Operation:
     """One intervention while it is attached.
 
-    `answer` is True or False if it is known for the whole step whether the trigger fires; None if
-    the trigger has to see each gradient: then `decide` is asked. `sampling` says that effects are
-    measured. `fast_path` is the `configuration`, another object after each change, while a
-    `SiteHook` may take its fast path; else None. `is_idle` says that nothing acts or counts in this
-    step, `skips_transform` that the trigger is evaluated and the transform is not called, as in
-    steps of `shadow` that are not measured. `named_tasks` are the parts of the trigger that name a
-    task of `live.backward`; `has_several_tasks` says that it sends one gradient a task.
-
-    `hooks` are those of the sites met, `near` the names whose places must be met, `met` those at
-    which one was, `placed` the sites at which PyTorch has a hook, `members` those of each
-    group whose state is of them alone. `is_new` says that it is just being attached, or gets other
-    optimizers.
+    `set` takes what depends on the transform and the trigger alone, `begin_step` decides what is
+    the same for all gradients of a step, so that a `SiteHook` has little to do for each of them.
     """
+
+    answer: bool | None  # whether the trigger fires in this step; None: `decide` at each gradient
+    sampling: bool  # whether effects are measured in this step
+    is_idle: bool  # whether nothing acts and nothing is counted in this step
+    skips_transform: bool  # whether gradients are counted in this step, and none is transformed
+    configuration: object  # another object after each change; hooks compare it by `is`
+    fast_path: object  # the configuration if hooks may take their fast path in this step, else None
 
     def __init__(
         self,
@@ -51,26 +48,27 @@ class Operation:
         intervention: Intervention,
         labels: Sequence[str],
     ) -> None:
-        self.attachment, self.labels = attachment, tuple(labels)
+        self.attachment, self.labels = attachment, tuple(labels)  # a label for each link
         self.label = " -> ".join(labels)
         self.at, self.leaves = intervention.at, intervention.at.leaves
         self.stage: Stage = intervention.stage
         self.memory = Memory(intervention.stage)
         self.kinds = tuple(dict.fromkeys(leaf.kind_at(self.stage) for leaf in self.leaves))
-        self.hooks: dict[str, SiteHook] = {}
-        self.near: Near = frozenset()
-        self.met = set[tuple[Kind, str]]()
-        self.placed: dict[str, None] = {}
-        self.members: dict[tuple[str, ...], dict[str, list[str]]] = {}  # by all sites, by label
-        self.is_new = True
-        self.notes: list[str] = []
-        self.end_checks: list[Callable[[], str]] = []
-        self.examples: ExampleSource | None = None
-        self.has_several_tasks = False
+        self.hooks: dict[str, SiteHook] = {}  # by site, also those that PyTorch has not got yet
+        self.near: Near = frozenset()  # the names of modules and parameters that may have places
+        self.met = set[tuple[Kind, str]]()  # the names among them at which a place was found
+        self.placed: dict[str, None] = {}  # the sites at which PyTorch has a hook, in order
+        # For each list of sites: by label of a group transform, the sites that its state is of.
+        self.members: dict[tuple[str, ...], dict[str, list[str]]] = {}
+        self.is_new = True  # while it is being attached, or bound to other optimizers
+        self.notes: list[str] = []  # warnings to emit on detach
+        self.end_checks: list[Callable[[], str]] = []  # return another note, or an empty text
+        self.examples: ExampleSource | None = None  # for transforms that need single examples
+        self.has_several_tasks = False  # whether `live.backward` sends one gradient for each task
         self.observers = ExitStack()  # the forward hooks for the trigger and the transform
         self.awaits_backward = False  # whether a backward pass will show the number of its places
-        self.is_on, self.is_closed = True, False
-        self.skipped_nodes: Collection[Node] = ()
+        self.is_on, self.is_closed = True, False  # paused by `live.backward`; detached for good
+        self.skipped_nodes: Collection[Node] = ()  # at which gradients pass unchanged
         self.set(intervention)
 
     def set(self, intervention: Intervention) -> None:
@@ -81,6 +79,7 @@ class Operation:
             facts._replace(label=label)
             for label, facts in zip(self.labels, intervention.facts, strict=True)
         ]
+        # The parts of the trigger that name a task of `live.backward`.
         self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
         # A user's trigger is watched until it has answered without a draw from a global generator.
         self._watches = intervention.has_own_trigger
@@ -91,12 +90,15 @@ class Operation:
         self._shared_observations = intervention.forward_triggers if shares else ()
         self._shared_flags = intervention.flags if shares else ()
         self._shares_answer = shares and intervention.has_own_trigger
-        self._passed: set[str] = set()  # the sites that the present switches have decided about
+        # The sites at which the switches taken from process 0 have decided. Back at one of them, a
+        # new backward pass has begun, and they are taken again.
+        self._passed: set[str] = set()
         self.asks = intervention.asks
         self._needs_context = not self.asks.isdisjoint({"value", "entering", "layer", "gradient"})
         self._is_stateless = all(link.apply is not None for link in self.links)
         self.configuration = object()
-        self._decided_for: bool | None = None  # `sampling` for which the decisions hold
+        # The value of `sampling` for which the decisions of an earlier step hold; None: for none.
+        self._decided_for: bool | None = None
         for hook in self.hooks.values():
             hook.renew()
         self.begin_step()
@@ -110,7 +112,7 @@ class Operation:
         if self._passed:
             self._passed.clear()
         if self._decided_for is sampling:
-            return
+            return  # the trigger fires in every step, and effects are measured as in the last one
         is_steady = self.trigger in STEADY
         answer: Decision = is_steady or self._evaluate(
             TriggerContext(attachment.clock, attachment.seed, self.label)
@@ -128,6 +130,7 @@ class Operation:
             and not self.is_idle
             and not (self.skips_transform or self._needs_context or self.skipped_nodes)
         )
+        # `SiteHook` compares this with the configuration for which it has checked a result.
         self.fast_path = self.configuration if is_open else None
         self._decided_for = sampling if is_steady else None
 
@@ -153,19 +156,21 @@ class Operation:
         if (self._shared_observations or self._shared_flags) and distributed.is_initialized():
             self._share(site)
         context = TriggerContext(attachment.clock, attachment.seed, self.label, site, grad, value)
-        context.state = dict(attachment.states.get(key, {}))
+        context.state = dict(attachment.states.get(key, {}))  # a trigger writes to this copy
         fires = self._evaluate(context)
         if fires is None:
             raise TypeError(f"{self.trigger!r}: fires() returned None though it had the gradient")
         if self._shares_answer and distributed.is_initialized():
             fires = cast(bool | Tensor, of_first_process(fires))
         if context.state:
+            # Inside vmap one gradient stands for many, of which each would have its own state.
             if any(autograd.is_batched(tensor) for tensor in context.state.values()):
                 raise many_at_once(self.trigger, site)
             attachment.states[key] = {
                 name: autograd.unwrapped(tensor) for name, tensor in context.state.items()
             }
         if isinstance(fires, Tensor) and fires.device != grad.device:
+            # Without a wait: the stream of the device orders the copy before its use.
             return fires.to(grad.device, non_blocking=True)
         return fires
 
@@ -176,6 +181,7 @@ class Operation:
             if part in clock.observations and part not in clock.shared:
                 clock.observations[part] = of_first_process(clock.observations[part])
                 clock.shared.add(part)
+        # At the first gradient of each pass: all processes must call this equally often.
         if self._shared_flags and (site in self._passed or not self._passed):
             switches = {
                 part.flag: clock.flags.get(part.flag, part.on) for part in self._shared_flags
@@ -189,6 +195,7 @@ class Operation:
         try:
             with self._watched(context):
                 fires = self.trigger.fires(context)
+            # None is no answer yet: it may draw when it has seen the gradient.
             self._watches = self._watches and fires is None
         except Exception as error:  # a user's trigger may raise anything; it is raised again
             where = f"at site '{context.site}'" if context.site else "before a gradient was there"
@@ -223,7 +230,7 @@ class Operation:
     def stateful(self) -> str:
         """The first of its transforms and triggers that has a state per site; empty if none."""
         for link in self.intervention.links:
-            if link.init(torch.zeros(1)):
+            if link.init(torch.zeros(1)):  # the state of any gradient shows whether there is one
                 return repr(link)
         # The state of a trigger is made when it is first evaluated.
         keys = [key for key in self.attachment.states if key.endswith("/when")]
@@ -298,13 +305,14 @@ class Operation:
             self.notes.append(note)
 
     def close(self) -> None:
-        """Pass all gradients unchanged from now on: functions on built graphs stay there.
+        """Pass all gradients unchanged from now on.
 
-        They keep this object, which must refer neither to the hooks nor to the attachment then.
+        Graphs that were built before keep the functions of the hooks, and by them this object. So
+        it lets go of the hooks and of the attachment, and with it of the states and the model.
         """
         self.is_on, self.is_closed, self.is_idle, self.fast_path = False, True, True, None
         self.observers.close()
         for hook in self.hooks.values():
             hook.close()
         self.hooks.clear()
-        vars(self).pop("attachment", None)
+        vars(self).pop("attachment", None)  # deleted, not None: its type is that of an open one

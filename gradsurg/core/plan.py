@@ -26,6 +26,7 @@ def plan_of(surgery: "Surgery", model: nn.Module, example_input: Any) -> str:
     parts = []
     for item, labels in zip(surgery.interventions, surgery.labels, strict=True):
         if item.aggregator is not None:
+            # Imported here: most surgeries have no aggregator.
             from gradsurg.multitask.aggregation import plan_of
 
             planned = plan_of(labels[0], item.aggregator, item.at, item.when, model)
@@ -39,6 +40,7 @@ def plan_of(surgery: "Surgery", model: nn.Module, example_input: Any) -> str:
             text += _state_size(item, {site: params.get(site) for site in sites}, params)
             text += _copies_size(item, [params[site] for site in sites if site in params])
             if "examples" in item.needs:
+                # Imported here: few surgeries need the gradients of single examples.
                 from gradsurg.per_example.gradients import plan_of
 
                 text += plan_of(item.links[0], model, sites)
@@ -83,7 +85,7 @@ def _state_size(
         return ""
     likes = [like for like in sites.values() if like is not None]
     grads = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
-    state = init_all(item.operator, grads) if grads else {}
+    state = init_all(item.operator, grads) if grads else {}  # of "meta" tensors: no memory is used
     size = sum(tensor.nbytes for tensor in state.values())
     text = f", {plural(size, 'byte')} of state" if size else ""
     if size and any(like is not None and site not in params for site, like in sites.items()):

@@ -1,6 +1,6 @@
 """One intervention at one place: trigger, transform, check, count, measure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -26,15 +26,17 @@ from gradsurg.transforms.base import (
 )
 
 if TYPE_CHECKING:
-    from gradsurg.core.attachment import Attachment
     from gradsurg.core.intervention import Facts
     from gradsurg.core.operation import Operation
+
+STRIDED, any_autocast = torch.strided, autograd.any_autocast  # read for each gradient
 
 NO_STATE: TransformState = {}
 """The state of a transform that has none."""
 
 UNCHECKED = object()
-"""Instead of the configuration for which a hook was checked; not None, as a closed fast path is."""
+"""`checked_for` of a hook that was not checked. Not None: that is the `fast_path` of an operation
+whose hooks may not take theirs, and the two are compared by `is`."""
 
 NO_STEP = -1
 """The step of a site before its first gradient."""
@@ -43,13 +45,13 @@ NO_STEP = -1
 class SiteHook:
     """One intervention at one site.
 
-    `call` maps a gradient to the new one, or to None if it is unchanged: it is the only function
-    that autograd sees. Of its arguments besides the gradient a kind of site hands over those that
-    the `Operation` asks for. The first gradient of each configuration takes the slow path, which
-    checks the result in full; later ones take the fast path while `checked_for` is the `fast_path`
-    of the operation: then its trigger is known to fire, and the transform needs only the gradient.
-    `contexts`, `keys` of the states, `slots` of the effects and `shapes` of the gradients for which
-    states were checked have an entry for each link.
+    Autograd calls `call` alone: it maps a gradient to the new one, or to None if it is unchanged.
+    Besides the gradient, a kind of site hands over those arguments that the `Operation` asks for.
+
+    The first gradient of each configuration takes the slow path, `run_checked`, which checks the
+    result in full. Later ones take the fast path in `in_order`, as long as `checked_for` is the
+    `fast_path` of the operation: its trigger is then known to fire, and the transform needs the
+    gradient alone.
     """
 
     __slots__ = (
@@ -61,9 +63,11 @@ class SiteHook:
         attachment = operation.attachment
         self.operation = operation
         self.entry = attachment.ledger.enter(operation.label, site, aliases)
-        self.checked_for: object = UNCHECKED
+        self.checked_for: object = UNCHECKED  # the configuration whose first result passed
         self.is_tried = False  # whether the links were called, and drew from no global generator
+        # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
+        # From here on each list has an entry for each link.
         self.contexts = [
             TransformContext(
                 site,
@@ -77,9 +81,9 @@ class SiteHook:
         ]
         self.keys = [f"{label}/{site}" for label in operation.labels]
         self.slots = [attachment.effects.slot(label, self.entry) for label in operation.labels]
-        self.shapes: list[torch.Size | None]
+        self.shapes: list[torch.Size | None]  # of the gradient for which a state was last checked
         self.renew()
-        self.call: SiteFn = attachment.in_order((self,))
+        self.call: SiteFn = in_order((self,))
 
     def renew(self) -> None:
         """Take over the links of the operation, which were changed.
@@ -89,6 +93,7 @@ class SiteHook:
         """
         first, *others = self.operation.links
         is_simple = first.is_trusted and not first.refuses_graph and not others
+        # What the fast path needs, in a tuple, as it is unpacked for each gradient.
         self.simple = None
         if is_simple and first.apply is not None:
             self.simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
@@ -97,7 +102,7 @@ class SiteHook:
 
     def close(self) -> None:
         """Pass gradients unchanged from now on, and do not refer to itself."""
-        self.call = _unchanged
+        self.call = _unchanged  # instead of the closure, which refers to this hook
 
     @contextmanager
     def keeping_states(self) -> Iterator[None]:
@@ -111,7 +116,7 @@ class SiteHook:
             for key in keys:
                 states.pop(key, None)
             states |= before
-            self.checked_for = UNCHECKED  # which makes the first state
+            self.checked_for = UNCHECKED  # the slow path makes a state that is missing again
             self.shapes = [None] * len(self.contexts)
 
     def forget_steps(self) -> None:
@@ -130,7 +135,8 @@ class SiteHook:
         operation = self.operation
         if operation.is_idle:
             return None
-        attachment = operation.attachment  # a transform of a user may close it
+        attachment = operation.attachment  # held: a user's transform may close the surgery
+        # With engine="feature" the nodes at the cut get a gradient in the passes on both sides.
         if operation.skipped_nodes and autograd.running_node() in operation.skipped_nodes:
             return None
         if operation.answer is False:
@@ -144,15 +150,17 @@ class SiteHook:
         if self.checked_for is UNCHECKED:
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
+        # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
         sparse = None
         if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
             sparse = grad.coalesce()
             grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
         check_dense(self, grad)
+        # A backward pass may run under autocast; transforms compute in the gradient's precision.
         with without_autocast(grad.device.type):
             given = entering if "entering" in operation.asks else ()
             result = self.run_links(grad, value, on_device, True, given, layer)
-        if sparse is None:
+        if sparse is None:  # sparse gradients are converted each time: no fast path
             self.checked_for = operation.configuration
         if result is grad or attachment.shadow:
             return None
@@ -177,6 +185,7 @@ class SiteHook:
         effects = operation.attachment.effects
         for index, context in enumerate(self.contexts):
             before = result
+            # Set for this call alone: a layer holds its module, and gradients hold memory.
             context.entering, context.layer = entering, layer
             result = self.apply(index, before, value, fires, full_check)
             context.entering, context.layer = (), None
@@ -203,11 +212,12 @@ class SiteHook:
         states = operation.attachment.states
         link, state = operation.links[index], NO_STATE
         transform, apply = link.transform, link.apply
+        # Inside vmap one gradient stands for many: a state would be that of all of them.
         if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
             check_no_state(self, transform, grad)
         self.begin_call(index, grad)
         checks = full_check or not link.is_trusted
-        version = autograd.version_of(grad) if checks else 0
+        version = autograd.version_of(grad) if checks else 0  # counts writes in place
         try:
             if full_check and operation.intervention.reads_value:
                 context.value = value
@@ -230,6 +240,7 @@ class SiteHook:
             if fires is not None:
                 state = link.chosen(state, before, fires)
             states[self.keys[index]] = without_graph(state)
+        # A choice on the device: reading `fires` would wait for it.
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
     def _state_before(self, index: int, grad: Tensor) -> TransformState:
@@ -269,7 +280,7 @@ class SiteHook:
         if fires is True or fires.is_meta or autograd.is_batched(fires):
             entry.fired += 1
         else:
-            entry.fired_on_device = entry.fired_on_device + fires
+            entry.fired_on_device = entry.fired_on_device + fires  # stays on the device
             entry.on_device += 1
         return True
 
@@ -302,9 +313,7 @@ class Joint:
         self.hooks = tuple(hooks)
         first, *others = hooks
         self.asks: frozenset[Ask] = first.operation.asks.union(*(o.operation.asks for o in others))
-        self.call: SiteFn = (
-            first.operation.attachment.in_order(self.hooks) if others else first.call
-        )
+        self.call: SiteFn = in_order(self.hooks) if others else first.call
 
     def placed(self) -> "Joint":
         """Note that PyTorch has these hooks; return them."""
@@ -312,7 +321,7 @@ class Joint:
             operation, entry = hook.operation, hook.entry
             if entry.site not in operation.placed:
                 operation.placed[entry.site] = None
-                # It was forgotten if the site was another name of a place at first.
+                # The ledger has forgotten it if it was another name of a place at first.
                 operation.attachment.ledger.keep(entry)
             entry.skipped = ""
         return self
@@ -361,62 +370,58 @@ def _unchanged(
     return None
 
 
-def callers(attachment: "Attachment") -> Callable[[tuple[SiteHook, ...]], SiteFn]:
-    """Return the maker of the functions that autograd calls for the hooks of one place.
-
-    They are closures, which autograd calls in half the time of a method, and all of an attachment
-    share what does not change.
-    """
+def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
+    """Return the function that autograd calls for the hooks of one place, which act in order."""
+    # A closure: autograd calls it in half the time of a method, and its cells are read faster than
+    # attributes. It runs for each gradient, so the fast path is written out and calls nothing else.
+    attachment = hooks[0].operation.attachment
     clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
     told = attachment.listeners["further_gradient"]
-    strided, any_autocast = torch.strided, autograd.any_autocast
 
-    def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
-        def call(
-            grad: Tensor | None,
-            value: Tensor | None = None,
-            entering: tuple[Tensor | None, ...] = (),
-            layer: LayerCall | None = None,
-        ) -> Tensor | None:
-            if grad is None:
-                return None
-            result, is_plain = grad, grad.layout is strided and not any_autocast()
-            for hook in hooks:
-                operation = hook.operation
-                if not is_plain or hook.checked_for is not operation.fast_path:
-                    changed = hook.run_checked(result, value, entering, layer)
-                    result = result if changed is None else changed
-                    continue
-                hook.entry.fired += 1
-                if hook.simple is None:
-                    changed = hook.run_links(result, value, None, full_check=False)
+    def call(
+        grad: Tensor | None,
+        value: Tensor | None = None,
+        entering: tuple[Tensor | None, ...] = (),
+        layer: LayerCall | None = None,
+    ) -> Tensor | None:
+        if grad is None:
+            return None
+        result, is_plain = grad, grad.layout is STRIDED and not any_autocast()
+        for hook in hooks:
+            operation = hook.operation
+            if not is_plain or hook.checked_for is not operation.fast_path:
+                changed = hook.run_checked(result, value, entering, layer)
+                result = result if changed is None else changed
+                continue
+            hook.entry.fired += 1
+            if hook.simple is None:  # several links, a state, or a user's transform
+                changed = hook.run_links(result, value, None, full_check=False)
+            else:
+                # `SiteHook.apply` without the steps that a trusted, stateless transform needs not.
+                apply, context, slot, keeps_shape = hook.simple
+                if context.step != clock.step:
+                    context.step, context.call = clock.step, 0
                 else:
-                    # `apply` without what a trusted transform without state does not need.
-                    apply, context, slot, keeps_shape = hook.simple
-                    if context.step != clock.step:
-                        context.step, context.call = clock.step, 0
-                    else:
-                        context.call += 1
-                        if told:
-                            operation.attachment.tell("further_gradient", hook, context.call)
-                    try:
-                        changed = apply(result, context)
-                    except Exception as error:  # whatever a user's transform raises
-                        error.add_note(hook.where(0))
-                        raise
-                    if not keeps_shape and not is_like(changed, result):
-                        raise result_error(hook, 0, result, changed)
-                    if operation.sampling:
-                        add(slot, result, changed)
-                if not shadow:
-                    result = changed
-            return None if result is grad else result
+                    context.call += 1
+                    if told:
+                        operation.attachment.tell("further_gradient", hook, context.call)
+                try:
+                    changed = apply(result, context)
+                except Exception as error:  # whatever a user's transform raises
+                    error.add_note(hook.where(0))
+                    raise
+                if not keeps_shape and not is_like(changed, result):
+                    raise result_error(hook, 0, result, changed)
+                if operation.sampling:
+                    add(slot, result, changed)
+            if not shadow:
+                result = changed
+        # None, and not the same tensor, for an unchanged gradient: PyTorch then keeps its own.
+        return None if result is grad else result
 
-        # By this, hooks that act on a tensor already are found in PyTorch's table of its hooks.
-        vars(call)["hooks"] = hooks
-        return call
-
-    return in_order
+    # `Attachment._without` finds the hooks that act on a tensor in PyTorch's table of its hooks.
+    vars(call)["hooks"] = hooks
+    return call
 
 
 def without_graph(state: TransformState) -> TransformState:

@@ -19,7 +19,7 @@ from gradsurg.core.live import Live
 from gradsurg.core.pitfalls import refuse_at_once
 from gradsurg.effects.effects import Effects
 from gradsurg.sites.places import AVERAGED
-from gradsurg.sites.selection import inner_model, one_scan
+from gradsurg.sites.selection import COMPILED, inner_model, one_scan
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock
@@ -91,8 +91,9 @@ class Surgery:
 
     @property
     def digest(self) -> str:
-        """Eight hex digits that are the same for equal interventions, whatever their seed; empty if
-        no config holds them. Loggers get those of each run.
+        """Eight hex digits of a hash of the interventions, without the seed, for loggers.
+
+        Empty if `to_config` raises TypeError.
         """
         try:
             items = self.to_config()["interventions"]
@@ -135,20 +136,21 @@ class Surgery:
         """Hook `model` for the length of a `with` block; all hooks are removed after it, on errors
         too.
 
-        `optimizer` moves the step clock that triggers read, and is required by stage `step`;
-        without it an aggregator draws new random numbers at each `live.backward`, not at each step.
-        If there are several, the steps of `clock` are counted, by default the first.
-        Effects are measured every `effects_every` steps, never if 0; the conflict of several tasks
-        at those of these steps that `conflict_every` divides. `shadow` measures without applying;
-        then, if no transform has a state and all triggers are `Always`, gradients are
-        counted only in measured steps.
+        Triggers read the number of steps that `optimizer` has made, and stage `step` requires it.
+        Without it an aggregator draws new random numbers at each `live.backward`, not at each step.
+        Of several optimizers the steps of `clock` are counted, by default those of the first.
+
+        Effects are measured every `effects_every` steps, never if 0. The conflict of several tasks
+        is measured in those of them whose number `conflict_every` divides. `shadow` measures and
+        changes no gradient; an intervention whose transform has no state and whose trigger is
+        `Always` then idles, and counts nothing, in steps that are not measured.
 
         Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
         on the scale is then refused at stages with scaled gradients. A scaler that was not passed
         is noticed, with a warning, at the first optimizer step.
 
-        Without a `with` block the surgery stays attached until `live.close()`, as by `start`; if
-        that is never called, a warning names this call.
+        Used without `with`, the surgery stays attached until `live.close()`, as by `start`. If that
+        is never called, a warning at the end names the line of this call.
 
         Raises LookupError, listing the names, if a selector matches nothing; after the first
         forward if sites are known only then.
@@ -169,6 +171,7 @@ class Surgery:
             scaler=scaler,
             steps_per_epoch=steps_per_epoch,
         )
+        # For the warning, which is emitted when the user's frame is gone.
         caller = sys._getframe(1)
         live.unentered.append(
             f"surgery.attach in {caller.f_code.co_filename}, line {caller.f_lineno}, was used "
@@ -189,34 +192,30 @@ class Surgery:
         scaler: torch.amp.GradScaler | None = None,
         steps_per_epoch: int | None = None,
     ) -> Live:
-        """Hook `model` until `live.close()`, for callbacks of a trainer; else as `attach`.
+        """Hook `model` until `live.close()`, for the callbacks of a trainer.
+
+        The parameters are those of `attach`.
 
         The optimizer may come later, by `live.bind(optimizer)`: until then interventions at stage
         `step` wait.
 
-        Keep the returned handle or the surgery: the hooks are also removed, without a warning, as
-        soon as nothing refers to either, so at once after `Surgery(...).start(model)` without a
-        name. A cell of a notebook that is run again so detaches its earlier surgery. At exit an
-        open surgery is closed.
+        Keep the returned handle or the surgery: the hooks are also removed, without a warning, once
+        nothing refers to either. After `Surgery(...).start(model)` without a name that is at once;
+        a cell of a notebook that is run again so detaches its earlier surgery. When the program
+        ends, an open surgery is closed.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch: must be >= 1, found {steps_per_epoch}")
-        for name, least, number in (
-            ("effects_every", 0, effects_every),
-            ("conflict_every", 1, conflict_every),
-        ):
-            if not isinstance(number, int) or number < least:
-                raise ValueError(f"{name}: must be a whole number >= {least}, found {number!r}")
+        _check_count("effects_every", effects_every, 0)
+        _check_count("conflict_every", conflict_every, 1)
         if not isinstance(model, nn.Module):
             raise TypeError(_about_model(model))
         is_distributed = distributed.is_available() and distributed.is_initialized()
         processes = distributed.get_world_size() if is_distributed else 1
-        is_compiled = hasattr(model, "_orig_mod")
-        items = self._interventions
-        refuse_at_once(model, ((item.at, "" if item.aggregator else item.stage) for item in items))
-        model = inner_model(model)
+        items, outer, model = self._interventions, model, inner_model(model)
+        refuse_at_once(outer, ((item.at, "" if item.aggregator else item.stage) for item in items))
         self._clock.epoch_length = steps_per_epoch
         attachment = Attachment(
             model,
@@ -228,25 +227,26 @@ class Surgery:
             processes=processes,
             conflict_every=conflict_every,
             shadow=shadow,
-            is_compiled=is_compiled,
+            is_compiled=hasattr(outer, COMPILED),
             scaler=scaler,
         )
         live = Live(attachment, model, self)
         with ExitStack() as undo, one_scan(model):
-            undo.callback(live.abort)
+            undo.callback(live.abort)  # unless all is attached
             if optimizer is not None:
                 attachment.bind(optimizer, clock)
-            attachment.add(*(item for item in items if item.aggregator is None))
-            for item in items:
-                if item.aggregator is not None:
-                    attachment.add_aggregator(item)
-            self._live = live
+            attachment.add(*items)
+            self._live = live  # last: it must not seem attached after an error
             self.was_attached = True
             undo.pop_all()
         return live
 
     def _shared_seed(self) -> int:
-        """The seed; that of process 0 if random numbers change averaged gradients."""
+        """The seed of this process, or that of process 0 if all must draw the same numbers.
+
+        They must if an aggregator, or a transform or a trigger at gradients that DDP has averaged,
+        draws: the parameters of the processes would differ otherwise.
+        """
         draws = any(
             item.aggregator is not None
             or (
@@ -333,6 +333,11 @@ def _in_short(part: Any) -> str:  # Any: a transform, a selector, a trigger or a
     pairs = ((one, getattr(part, one.name)) for one in fields(part))
     changed = [f"{one.name}={_in_short(it)}" for one, it in pairs if it != one.default]
     return f"{type(part).__name__}({', '.join(changed)})"
+
+
+def _check_count(name: str, number: object, least: int) -> None:
+    if not isinstance(number, int) or number < least:
+        raise ValueError(f"{name}: must be a whole number >= {least}, found {number!r}")
 
 
 def _about_model(model: object) -> str:

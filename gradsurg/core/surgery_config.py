@@ -18,13 +18,14 @@ from gradsurg.transforms.chain import Chain
 def config_of(item: Intervention, place: str) -> dict[str, Any]:  # Any: what YAML can hold
     """Return an intervention as an entry of the list `interventions` of a config.
 
-    Raises TypeError, with the key below `place`, for what a config cannot hold.
+    Raises TypeError for a value that a config cannot hold; `place` is the path of the entry, to
+    which the error adds the key.
     """
     kind, site = ("transform", "site") if item.aggregator is None else ("aggregator", "shared")
     parts = {kind: item.transform, site: item.at, "when": item.when}
     config = {key: _node(part, f"{place}.{key}") for key, part in parts.items()}
     if item.aggregator is not None:
-        del config[site]["_target_"]
+        del config[site]["_target_"]  # the key `shared` stands for it
     return config | ({"names": [*item.names]} if item.names else {})
 
 
@@ -63,6 +64,7 @@ def _path(thing: Any, place: str) -> str:  # Any: a class or a function
         for stem in names(folder):
             if stem.replace("_", "") == name.lower() and find(folder, stem) is thing:
                 return f"gradsurg.{name}"
+    # Functions of PyTorch, as torch.tanh, name a private module or none: `torch` has them.
     for module in (getattr(thing, "__module__", None), torch.__name__):
         is_there = module != "__main__" and getattr(sys.modules.get(module or ""), name, None)
         if is_there is thing:

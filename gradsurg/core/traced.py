@@ -18,10 +18,13 @@ _numbers = count()
 class TracedHook:
     """The interventions at one module as a function of the gradient without side effects.
 
-    Compiled code counts nothing, so `mark` notes in the ledger that a site is in a compiled graph.
-    Dynamo calls `mark` once, while it traces, and guards on its argument, the text `key`: code that
-    was compiled with this hook is compiled anew once the key is another one, as after a change of
-    the interventions, or empty, as after the surgery.
+    A hook of a module, as Dynamo traces it, says `if hook.mark(hook.key): register hook.call`.
+
+    Dynamo calls `mark` once, while it traces, and takes its result as a constant: `mark` notes in
+    the ledger that the site is in compiled code, which counts nothing later. Dynamo guards on the
+    text `key` that it has read: compiled code is compiled anew once the key is another one. That is
+    so after a change of the interventions, which makes new hooks with new numbers, and after the
+    surgery, when the key is empty.
     """
 
     def __init__(self, operations: Sequence[Operation], place: Place) -> None:
@@ -34,7 +37,7 @@ class TracedHook:
 
         def call(grad: Tensor) -> Tensor:
             for apply, context in links:
-                assert apply is not None
+                assert apply is not None  # see `why_it_breaks`: no link keeps a state
                 grad = apply(grad, context)
             return grad
 
@@ -70,7 +73,8 @@ def why_it_breaks(intervention: Intervention) -> str:
             return f"{link!r} keeps a state"
         if "deterministic" not in link.properties:
             return f"{link!r} draws random numbers"
-    if intervention.needs or intervention.asks - {"whole"}:  # no parameter is sharded here
+    # "whole" gradients of sharded parameters are asked for at any site, and these are at modules.
+    if intervention.needs or intervention.asks - {"whole"}:
         return f"{intervention.operator!r} reads more than the gradient"
     if not isinstance(intervention.when, Always):
         return f"{intervention.when!r} decides in each step"

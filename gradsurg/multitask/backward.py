@@ -12,7 +12,6 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsurg.aggregators.base import Aggregator
 from gradsurg.aggregators.rows import across
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
@@ -38,10 +37,10 @@ from gradsurg.multitask.shared_parameters import REPRESENTATION, SharedParameter
 from gradsurg.sites.wrapped_models import refuse_static_graph, when_wrapped
 from gradsurg.torch_internals import compiling
 from gradsurg.torch_internals.autograd import is_sharded
-from gradsurg.triggers.base import Trigger
 
 if TYPE_CHECKING:
     from gradsurg.core.attachment import Attachment
+    from gradsurg.core.intervention import Intervention
     from gradsurg.core.operation import Operation
 
 MAX_WITHOUT_STEP = 10  # updates without an optimizer step before a warning
@@ -70,10 +69,11 @@ class MultiTaskBackward:
         self._has_stepped = False
         self._tasks: dict[str, None] = {}  # all tasks so far, in order
 
-    def add(
-        self, label: str, aggregator: Aggregator, at: SharedParameters, trigger: Trigger
-    ) -> None:
+    def add(self, label: str, intervention: "Intervention") -> None:
         """Attach an aggregator. Raises LookupError, ValueError or RuntimeError if it cannot act."""
+        aggregator, at, trigger = intervention.aggregator, intervention.at, intervention.when
+        assert aggregator is not None
+        assert isinstance(at, SharedParameters)
         aggregation = Aggregation(label, aggregator, at, trigger, self.attachment, self.conflicts)
         check_disjoint([*self.aggregations, aggregation])
         check_trigger(trigger, label)

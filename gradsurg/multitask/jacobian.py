@@ -601,8 +601,8 @@ def check_repeatable(
 
 def first_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters of a model, each with its first name."""
-    named = ((each.thing, each.names[0]) for each in params_of(model))
-    return {param: name for param, name in named if isinstance(param, Tensor)}
+    named = params_of(model)
+    return {each.thing: each.names[0] for each in named if isinstance(each.thing, Tensor)}
 
 
 def _node_names(losses: Mapping[str, Tensor]) -> set[str]:

@@ -158,14 +158,12 @@ class ParamSelector(NamedSelector):
 @scanned
 def params_of(model: nn.Module) -> list[Named]:
     """Return every parameter of a model once, with all its names and owners."""
-    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    named: dict[nn.Parameter, Named] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            names.setdefault(param, []).append((uncompiled_name(name), module))
-    return [
-        Named(tuple(name for name, _ in owned), param, tuple(owner for _, owner in owned))
-        for param, owned in names.items()
-    ]
+            names, _, owners = named.get(param, ((), param, ()))
+            named[param] = Named((*names, uncompiled_name(name)), param, (*owners, module))
+    return [*named.values()]
 
 
 def near_in(found: Sequence[Named], query: Leaf, memory: Memory) -> list[Named]:

@@ -159,6 +159,26 @@ def test_what_is_measured_or_measures_breaks_the_graph() -> None:
         assert compiled.graphs > 1
 
 
+@pytest.mark.parametrize("fields", [{}, {"engine": "feature", "features": "1"}])
+def test_beside_an_aggregator_modules_break_the_graph(fields: dict[str, str]) -> None:
+    """Its passes pause hooks and leave out nodes, which compiled code cannot obey."""
+    grads = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+        call = Compiled(model).call if is_compiled else model
+        items = (
+            gs.Intervention(gs.PCGrad(), at=gs.SharedParameters(**fields)),
+            gs.Intervention(gs.Scale(0.5), at=gs.Outputs("1")),
+        )
+        with gs.Surgery(*items).attach(model, effects_every=0) as live:
+            output = call(X)
+            live.backward([output.square().sum(), output.sum()])
+            assert not any(entry.is_traced for entry in live.ledger)
+        grads.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert equal(*grads)
+
+
 def test_traced_sites_are_told_and_are_not_silent() -> None:
     compiled = Compiled(Net())
     with surgery(gs.Outputs("a")).attach(compiled.model, effects_every=0) as live:

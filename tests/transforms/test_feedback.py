@@ -138,7 +138,7 @@ def test_a_transform_without_that_need_does_not_get_them() -> None:
 def test_feedback_weights_are_refused_at_sites_without_a_nodes_output_gradient(
     at: gs.Parameters, wrap: type[gs.Chain]
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"autograd node, and {at!r} has none")):
+    with pytest.raises(ValueError, match=re.escape(f"autograd node, which {at!r} does not")):
         gs.Intervention(wrap(gs.FeedbackWeights()), at=at)
 
 
@@ -146,7 +146,7 @@ def test_hooks_on_raw_tensors_and_nodes_refuse_both_feedback_transforms() -> Non
     tensor = torch.ones(3, requires_grad=True)
     for place in (tensor, (tensor * 2).grad_fn):
         assert place is not None
-        with pytest.raises(ValueError, match="needs the gradient of a model's output"):
+        with pytest.raises(ValueError, match="needs the gradient of the model's output"):
             gs.hook(place, gs.DirectFeedback())
         with pytest.raises(ValueError, match="needs the gradient that enters the autograd node"):
             gs.hook(place, gs.FeedbackWeights())
@@ -184,7 +184,7 @@ def test_feedback_weights_are_refused_elsewhere_than_at_a_products_input(
     at: Selector, wrap: type[gs.Chain]
 ) -> None:
     with pytest.raises(
-        ValueError, match="gradient of the input of a matrix product, and .* has other"
+        ValueError, match="gradient of the input of a matrix product, which .* does not"
     ):
         square(at, wrap(gs.FeedbackWeights()))
 
@@ -235,7 +235,7 @@ def test_direct_feedback_is_refused_at_gradients_without_a_batch_axis(
 ) -> None:
     with pytest.raises(
         ValueError,
-        match="same examples, and .* has gradients of other shapes; it can act at Outputs",
+        match="same examples, which .* does not provide; it can act at Outputs",
     ):
         square(at, wrap(gs.DirectFeedback()))
 
