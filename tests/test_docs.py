@@ -177,7 +177,8 @@ def test_an_answer_runs_and_its_assertions_hold(number: int) -> None:
 
 def test_all_questions_are_answered() -> None:
     text = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
-    assert text.count("\n## ") == 21
+    answers = text.count("\n## ") + len(re.findall(r"^\| .*\?.* \|$", text, re.MULTILINE))
+    assert answers == 17
 
 
 def _in_two_processes(ranks: Ranks, folder: Path) -> list[float]:
