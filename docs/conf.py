@@ -33,7 +33,10 @@ READMES = {
     ROOT / "README.md": "start",
     **{path: path.parent.name for path in sorted(ROOT.glob("experiments/*/README.md"))},
 }
-PICTURE = re.compile(r'<picture>.*?src="([^"]+)" alt="([^"]+)">\s*</picture>', re.DOTALL)
+PICTURE = re.compile(
+    r'<picture>.*?srcset="([^"]+)">.*?src="([^"]+)" alt="([^"]+)">\s*</picture>', re.DOTALL
+)
+BY_THEME = r"![\3](\2){.only-light}\n![\3](\1){.only-dark}"  # furo's switch, not the system's
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 project, author, release = "gradsurg", "The gradsurg authors", __version__
@@ -72,7 +75,7 @@ def linked(text: str, folder: Path, page_folder: Path) -> str:
             return label
         return f"{is_image}[{label}]({os.path.relpath(file, page_folder)}{anchor or ''})"
 
-    return LINK.sub(link, PICTURE.sub(r"![\2](\1)", text))
+    return LINK.sub(link, PICTURE.sub(BY_THEME, text))
 
 
 def rendered(notebook: Path) -> str:

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md work as described."""
+"""The files and names in CONTRIBUTING.md exist, and the task that its table points to works."""
 
 import json
 import re
@@ -17,14 +17,13 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+PAGE = (ROOT / "docs/own_code.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def task(folder: Path) -> Iterator[None]:
-    """The Python file of the guide, as a module of a user."""
-    (code,) = blocks("python")
+    """The Python file of the page, as a module of a user."""
+    (code,) = re.findall(r"`columns\.py`:\n\n```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (folder / "columns.py").write_text(code, encoding="utf-8")
     yield
     sys.modules.pop("columns", None)
@@ -46,10 +45,10 @@ def numbers(seed: int) -> str:
     return "".join(f"{a},{b},{c},{a - b}\n" for a, b, c in rows)
 
 
-def test_the_task_of_the_guide_is_trained_and_an_edited_file_is_another_run(
+def test_the_task_of_the_page_is_trained_and_an_edited_file_is_another_run(
     here: Here, folder: Path, task: None
 ) -> None:
-    (words,) = re.findall(r"^python -m gradsurg.run (.*columns.*)$", TEXT, re.MULTILINE)
+    (words,) = re.findall(r"^python -m gradsurg.run (.*columns.*)$", PAGE, re.MULTILINE)
     command = [*shlex.split(words), *SHORT]
     missing = here(*command)
     assert missing.code == 2

@@ -33,6 +33,7 @@ def commands(page: str) -> list[str]:
 
 COMMANDS = commands(PAGE)
 TIMM = [line for line in COMMANDS if "timm" in line]
+ELSEWHERE = [line for line in COMMANDS if "columns" in line]  # tests/test_contributing.py runs it
 PARTS = 3
 """The number of the block with a trigger and an aggregator."""
 
@@ -45,7 +46,7 @@ def own(here: Here, folder: Path) -> Here:
     return here
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in TIMM])
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in [*TIMM, *ELSEWHERE]])
 def test_a_command_with_ones_own_code_trains(own: Here, line: str) -> None:
     ended = own(*shlex.split(line)[3:], *SHORT)
     assert ended.code == 0, ended.err
@@ -176,7 +177,8 @@ def test_an_answer_runs_and_its_assertions_hold(number: int) -> None:
 
 def test_all_questions_are_answered() -> None:
     text = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
-    assert text.count("\n## ") == 21
+    answers = text.count("\n## ") + len(re.findall(r"^\| .*\?.* \|$", text, re.MULTILINE))
+    assert answers == 17
 
 
 def _in_two_processes(ranks: Ranks, folder: Path) -> list[float]:

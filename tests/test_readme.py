@@ -142,7 +142,7 @@ def test_the_readme_fits_one_screen_of_prose() -> None:
 
 
 LINK = r"(?:\]\(|src=\"|srcset=\")(?!http)([^)\"#]+)"
-HOW_TO = ("docs/studies.md", "docs/sweeps.md", "docs/reproduce.md")
+HOW_TO = ("docs/studies.md", "docs/verdicts.md", "docs/sweeps.md", "docs/reproduce.md")
 
 
 def test_every_file_that_a_page_links_to_is_there() -> None:

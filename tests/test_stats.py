@@ -172,7 +172,7 @@ def test_a_margin_that_is_no_positive_number_is_refused(text):
 
 
 def test_the_q_of_an_arm_beside_others_on_the_page_is_that_of_the_report() -> None:
-    text = (Path(__file__).parents[1] / "docs/studies.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs/verdicts.md").read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| [\d.]+ \((\d) seeds\) \| no q: p counts \| (.*) \|$", text, re.MULTILINE
     )
@@ -532,7 +532,7 @@ def test_adjusted_p_values_keep_the_keys_of_a_mapping() -> None:
 
 
 def docs() -> list[str]:
-    return (Path(__file__).parents[1] / "docs" / "studies.md").read_text("utf-8").splitlines()
+    return (Path(__file__).parents[1] / "docs" / "verdicts.md").read_text("utf-8").splitlines()
 
 
 def test_the_detectable_effects_in_the_docs_are_those_of_the_function() -> None:

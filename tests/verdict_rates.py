@@ -173,7 +173,7 @@ def parts_rate(studies: int = STUDIES) -> tuple[float, float, float]:
 
 
 def rows() -> list[str]:
-    """The lines of the table in docs/studies.md."""
+    """The lines of the table in docs/verdicts.md."""
     lines = []
     for kind in (*SYMMETRIC, *SKEWED):
         single, many, (first, *others, either) = (rates(kind, *design) for design in DESIGNS)
@@ -184,7 +184,7 @@ def rows() -> list[str]:
 
 
 def other_rows() -> list[str]:
-    """The lines of the table of further sentences in docs/studies.md."""
+    """The lines of the table of further sentences in docs/verdicts.md."""
     _, direction, size = parts_rate()
     three, seven = (dose_rates(doses) for doses in ("no effect", "seven without effect"))
     shares = {

@@ -321,13 +321,15 @@ def largest(one: nn.Module, other: nn.Module) -> float:
 
 
 def table() -> str:
-    """Return the table with a row for each stack and setting, and a column for each site."""
-    lines = [f"| training | setting | {' | '.join(SITES)} |", "|---" * (2 + len(SITES)) + "|"]
-    for stack in STACKS:
-        for setting in SETTINGS:
-            cells = [difference(stack, setting, site) for site in SITES]
-            texts = [each if isinstance(each, str) else f"{each:g}" for each in cells]
-            lines.append(f"| {stack} | {setting} | {' | '.join(texts)} |")
+    """Return the table with a row for each setting and a column for each site.
+
+    A cell has the result of all stacks, or one for each of them if they differ.
+    """
+    lines = [f"| setting | {' | '.join(SITES)} |", "|---" * (1 + len(SITES)) + "|"]
+    for setting in SETTINGS:
+        cells = [[difference(stack, setting, site) for stack in STACKS] for site in SITES]
+        texts = [[x if isinstance(x, str) else f"{x:g}" for x in cell] for cell in cells]
+        lines.append(f"| {setting} | {' | '.join(' / '.join(x if len({*x}) > 1 else x[:1]) for x in texts)} |")
     return "\n".join(lines)
 
 
