@@ -26,7 +26,8 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
-from gradsurg.sites.selection import names_of, one_scan, owned_params
+from gradsurg.sites.selection import names_of, one_scan
+from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.transforms.base import TransformState
@@ -121,9 +122,13 @@ class Attachment:
         return names_of(self.model)
 
     @property
-    def params(self) -> Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]:
-        """The parameters of the model, with their names and owners."""
-        return owned_params(self.model)
+    def params(self) -> Mapping[nn.Parameter, Named]:
+        """The parameters of the model, each with all its names and owners."""
+        return {
+            param: each
+            for each in params_of(self.model)
+            if isinstance(param := each.thing, nn.Parameter)
+        }
 
     def check_open(self) -> None:
         """Raise RuntimeError if the surgery is detached."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gradsurg.effects.ledger import Ledger
+from gradsurg.sites.places import Named
 from gradsurg.triggers.base import Clock
 
 Outcome = Literal["refused", "warned", "reported", "n/a"]
@@ -77,7 +78,7 @@ class AttachmentLike(Protocol):
     def modules(self) -> Mapping[nn.Module, Sequence[str]]: ...
 
     @property
-    def params(self) -> Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]: ...
+    def params(self) -> Mapping[nn.Parameter, Named]: ...
 
     @property
     def at_first_steps(self) -> list[Callable[[], None]]: ...

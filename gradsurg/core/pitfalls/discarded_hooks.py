@@ -55,7 +55,7 @@ class DiscardedHooks(Pitfall):
         parameter without a gradient, where no steps are counted, needs none.
         """
         step, overdue = attachment.clock.step, dict[Tensor, str]()
-        for param, ((name, _), *_) in attachment.params.items():
+        for param, ((name, *_), *_) in attachment.params.items():
             if (hook := operation.hooks.get(name)) is not None and (
                 hook.contexts[0].step < step - 1 if step != self._start else param.grad is not None
             ):
