@@ -69,10 +69,8 @@ def _editor(hook: PlacesHook, params: Params, optimizer: Optimizer | None = None
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
 
     def write(param: nn.Parameter, result: Tensor) -> None:
-        if result.is_set_to(param):  # it is unchanged
-            return
-        is_view = result.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
-        write_value(optimizer, param, result.clone() if is_view else result)
+        if not result.is_set_to(param):  # else a group has left it as it is
+            write_value(optimizer, param, result)
 
     access = Access(Tensor.detach, write, value=lambda _: None, around=torch.no_grad)
     return partial(actor(hook, access), *params)
