@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from gradsurg.sites.places import Door, Kind, ListedFn, Named, Place, PlacesHook, ReadTensor
-from gradsurg.sites.step_hooks import Action, Params, StepActions
+from gradsurg.sites.step_hooks import Act, StepActions
 from gradsurg.torch_internals import autograd
 
 Around = Callable[[], AbstractContextManager[object]]
-Act = Callable[..., None]
-"""Transforms a tensor of each of the parameters that it gets; None stands for one left alone."""
 
 
 def places_of(
@@ -49,14 +47,15 @@ def params_at(hook: PlacesHook) -> list[nn.Parameter]:
 class Steps:
     """A kind of site at the steps of the optimizers.
 
-    `make` gets an intervention with its parameters in one or several optimizers, and returns the
-    functions that run before and after a step. `copies` says that they need the values before the
-    step. Without `is_joint`, a group in several optimizers is refused, and sharded parameters too.
+    `make` gets an intervention and the first of the optimizers that hold its parameters, and
+    returns what acts on them before and after a step. `copies` says that the values before the step
+    are needed. Without `is_joint`, a group in several optimizers is refused, and sharded parameters
+    too.
     """
 
     door: Door
     kind: Kind
-    make: Callable[[PlacesHook, Params, Optimizer], tuple[Action | None, Action | None]]
+    make: Callable[[PlacesHook, Optimizer], tuple[Act | None, Act | None]]
     copies: bool = False
     is_joint: bool = False
 
@@ -92,7 +91,7 @@ class Steps:
                 self.door.refuse("LBFGS", self.kind)
             for some in [optimizers] if is_group else [[each] for each in optimizers]:
                 own = [p if {*some} & {*holders.get(p, ())} else None for p in params]
-                before, after = self.make(hook, own, some[0])
+                before, after = self.make(hook, some[0])
                 names = tuple(place.name for place in hook.places)
                 yield StepActions(hook.order, some, names, own, before, after, self.copies)
 
