@@ -11,8 +11,9 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.grads import Access, Act, actor
+from gradsurg.sites.grads import Access, actor
 from gradsurg.sites.places import Door, Place, PlacesHook
+from gradsurg.sites.step_hooks import Act
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.sites.wrapped_models import wrappers_of
 from gradsurg.torch_internals import autograd, compiling

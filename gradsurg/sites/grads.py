@@ -1,6 +1,6 @@
 """Read, transform and write the `.grad`s of parameters, and act around steps of optimizers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from gradsurg.sites.places import Door, Kind, ListedFn, Named, Place, PlacesHook, ReadTensor
-from gradsurg.sites.step_hooks import Action, Params, StepActions
+from gradsurg.sites.step_hooks import Act, StepActions
 from gradsurg.torch_internals import autograd
 
 Around = Callable[[], AbstractContextManager[object]]
-Act = Callable[..., None]
-"""Transforms a tensor of each of the parameters that it gets; None stands for one left alone."""
 
 
 def places_of(
@@ -49,14 +47,15 @@ def params_at(hook: PlacesHook) -> list[nn.Parameter]:
 class Steps:
     """A kind of site at the steps of the optimizers.
 
-    `make` gets an intervention with its parameters in one or several optimizers, and returns the
-    functions that run before and after a step. `copies` says that they need the values before the
-    step. Without `is_joint`, a group in several optimizers is refused, and sharded parameters too.
+    `make` gets an intervention and the first of the optimizers that hold its parameters, and
+    returns what acts on them before and after a step. `copies` says that the values before the step
+    are needed. Without `is_joint`, a group in several optimizers is refused, and sharded parameters
+    too.
     """
 
     door: Door
     kind: Kind
-    make: Callable[[PlacesHook, Params, Optimizer], tuple[Action | None, Action | None]]
+    make: Callable[[PlacesHook, Optimizer], tuple[Act | None, Act | None]]
     copies: bool = False
     is_joint: bool = False
 
@@ -74,17 +73,16 @@ class Steps:
         return places_of(self.door, self.kind, found, takes_shards=self.is_joint)
 
     def _made(self, found: Sequence[Named] | None = None) -> Iterator[StepActions]:
-        steps, places = self.door.steps, self._places(found)
-        holders = steps.holders()
-        of = {place: holders.get(cast(Any, place.thing), []) for place in places}
-        if several := [place.name for place in places if len(of[place]) > 1]:
+        holders, places = self.door.steps.holders(), self._places(found)
+        pairs = [(place.name, cast(Any, place.thing)) for place in places]
+        if several := [name for name, param in pairs if len(holders.get(param, ())) > 1]:
             raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
-        for hook in self.door.meet_all(places, steps.skip):
-            names = tuple(place.name for place in hook.places)
-            if hook.is_new and (missing := [each.name for each in hook.places if not of[each]]):
-                lacks = ", ".join(missing)
-                raise ValueError(f"stage 'step': the optimizer does not have {lacks}")
-            optimizers = [*dict.fromkeys(each for place in hook.places for each in of[place])]
+        for hook in self.door.meet_all(places, self.door.steps.skip):
+            params = params_at(hook)
+            if hook.is_new and (missing := _missing(hook, holders)):
+                raise ValueError(f"stage 'step': the optimizer does not have {missing}")
+            held = (each for param in params for each in holders.get(param, ()))
+            optimizers = [*dict.fromkeys(held)]
             is_group = hook.scope == "group" and len(optimizers) > 1
             if is_group and not self.is_joint:
                 self.door.refuse("several optimizers", self.kind)
@@ -92,22 +90,27 @@ class Steps:
             if is_lbfgs and (self.copies or "skip" in hook.asks):
                 self.door.refuse("LBFGS", self.kind)
             for some in [optimizers] if is_group else [[each] for each in optimizers]:
-                pairs = zip(hook.places, params_at(hook), strict=True)
-                params = [param if {*of[place]} & {*some} else None for place, param in pairs]
-                before, after = self.make(hook, params, some[0])
-                yield StepActions(hook.order, some, names, params, before, after, self.copies)
+                own = [p if {*some} & {*holders.get(p, ())} else None for p in params]
+                before, after = self.make(hook, some[0])
+                names = tuple(place.name for place in hook.places)
+                yield StepActions(hook.order, some, names, own, before, after, self.copies)
 
     def _check_held(self) -> str:
         """Note for each intervention which of its parameters no optimizer holds."""
         holders = self.door.steps.holders()
         for hook in self.door.meet_all(self._places()):
-            pairs = zip(hook.places, params_at(hook), strict=True)
-            if missing := [place.name for place, param in pairs if param not in holders]:
+            if missing := _missing(hook, holders):
                 hook.note(
                     "parameters were replaced, added or unfrozen while the block was open, and no "
-                    f"optimizer of the surgery holds {', '.join(missing)}"
+                    f"optimizer of the surgery holds {missing}"
                 )
         return ""
+
+
+def _missing(hook: PlacesHook, holders: Container[nn.Parameter]) -> str:
+    """Return the names of the parameters of an intervention that no optimizer holds."""
+    pairs = zip(hook.places, params_at(hook), strict=True)
+    return ", ".join(place.name for place, param in pairs if param not in holders)
 
 
 def _set_grad(param: Tensor, grad: Tensor) -> None:
@@ -258,10 +261,9 @@ def _write_part(param: Tensor, part: Tensor) -> None:
 def _write_share(param: Tensor, whole: Tensor) -> None:
     """Set the gradient, and keep the part of it that is of this process."""
     like = cast(Any, param.grad)
-    if not autograd.is_sharded(like):
-        param.grad = whole
-        return
-    (placement,), rank = like.placements, like.device_mesh.get_local_rank()
-    parts = whole.chunk(like.device_mesh.size(), placement.dim)
-    part = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
-    _write_part(param, part)
+    if autograd.is_sharded(like):
+        from torch.distributed.tensor import distribute_tensor  # slow to import
+
+        # None: each process has the whole, and sends nothing.
+        whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    param.grad = whole

@@ -1,7 +1,6 @@
 """Parameters: the gradient of each parameter."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import ClassVar
 from weakref import ref
 
@@ -13,7 +12,7 @@ from gradsurg.sites.calls import Shared
 from gradsurg.sites.grads import Steps, access_to, actor, hook_accumulated, places_of
 from gradsurg.sites.places import Door, Kind, Named, PlacesHook, SiteFn, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
-from gradsurg.sites.step_hooks import Action, Params
+from gradsurg.sites.step_hooks import Act
 from gradsurg.transforms.base import Need
 
 
@@ -42,8 +41,8 @@ def _watch_backward_end(door: Door, found: Sequence[Named], shared: Shared) -> N
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    def make(hook: PlacesHook, params: Params, _: object) -> tuple[Action, None]:
-        return partial(actor(hook, access_to(door, hook)), *params), None
+    def make(hook: PlacesHook, _: object) -> tuple[Act, None]:
+        return actor(hook, access_to(door, hook)), None
 
     Steps(door, STEP, make, is_joint=True).hook(found)
 

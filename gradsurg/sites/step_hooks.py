@@ -23,9 +23,8 @@ SCALED = (
     "before scaler.step(optimizer), for each optimizer before the first one steps"
 )
 
-Action = Callable[[], None]
-Params = Sequence[nn.Parameter | None]
-"""The parameters at the places of a list; None for one that is left alone."""
+Act = Callable[..., None]
+"""Transforms a tensor of each of the parameters that it gets; None stands for one left alone."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class StepActions:
     order: int
     optimizers: Sequence[Optimizer]
     names: tuple[str, ...]
-    params: Params
-    before: Action | None
-    after: Action | None
+    params: Sequence[nn.Parameter | None]
+    before: Act | None
+    after: Act | None
     copies: bool
 
 
@@ -274,7 +273,7 @@ class OptimizerSteps:
             if others:
                 _check_unscaled(scaler or autograd.stepping_scaler(), others)
             self._acting = each.optimizers
-            each.before()
+            each.before(*each.params)
             if others:
                 self._waiting[each.names] = others
 
@@ -286,7 +285,7 @@ class OptimizerSteps:
         step.has_run_before = False
         for each in self._actions:
             if each.after is not None and optimizer in each.optimizers:
-                each.after()
+                each.after(*each.params)
         for param in _params(optimizer) if self.copies else ():
             self.copies.pop(param, None)
         if step.skipped and step.give_back():

@@ -3,7 +3,6 @@
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -15,7 +14,7 @@ from gradsurg.sites.calls import Shared
 from gradsurg.sites.grads import Access, Steps, actor, readers, write_value
 from gradsurg.sites.places import Door, Kind, Named, PlacesHook, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
-from gradsurg.sites.step_hooks import Action, Params
+from gradsurg.sites.step_hooks import Act
 from gradsurg.transforms.base import Need
 from gradsurg.transforms.norm_matched import norm_matched
 
@@ -23,7 +22,7 @@ from gradsurg.transforms.norm_matched import norm_matched
 def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
-    def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
+    def make(hook: PlacesHook, optimizer: Optimizer) -> tuple[None, Act]:
         def read(param: nn.Parameter) -> Tensor | None:
             # There is no copy if it was attached during the step.
             has_update = param.grad is not None and param in before
@@ -35,8 +34,7 @@ def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
             write_value(optimizer, param, before[param] + result, keeps)
 
         hook.gradients = readers(hook, _gradient)
-        act = actor(hook, Access(read, write, before.get, torch.no_grad))
-        return None, partial(act, *params)
+        return None, actor(hook, Access(read, write, before.get, torch.no_grad))
 
     Steps(door, UPDATES, make, copies=True).hook(found)
 
@@ -44,20 +42,20 @@ def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
 def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
-    def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[Action, Action]:
+    def make(hook: PlacesHook, optimizer: Optimizer) -> tuple[Act, Act]:
         names = {cast(nn.Parameter, place.thing): place.name for place in hook.places}
         key = f"optimizer{door.steps.optimizers.index(optimizer)}"
         treated: dict[nn.Parameter, Tensor] = {}  # the gradients
         act = actor(hook, Access(write=treated.__setitem__))
 
-        def treat() -> None:
+        def treat(*params: nn.Parameter | None) -> None:
             treated.clear()
             grads = {param: param.grad for param in params if param is not None}
             treated.update({param: grad for param, grad in grads.items() if grad is not None})
             act(*params)
 
         @torch.no_grad()
-        def match() -> None:
+        def match(*params: nn.Parameter | None) -> None:
             copies: dict[nn.Parameter, Tensor] = {}
             for param, grad in treated.items():
                 if param in before:  # there is no copy if it was attached during the step

@@ -1,7 +1,6 @@
 """Weights: the values of the parameters."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,27 +12,27 @@ from gradsurg.sites.calls import Shared
 from gradsurg.sites.grads import Access, Steps, actor, params_at, places_of, write_value
 from gradsurg.sites.places import Door, Kind, Named, PlacesHook, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
-from gradsurg.sites.step_hooks import Action, Params
+from gradsurg.sites.step_hooks import Act
 from gradsurg.torch_internals import autograd, compiling
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
-        return None, _editor(hook, params, optimizer)
+    def make(hook: PlacesHook, optimizer: Optimizer) -> tuple[None, Act]:
+        return None, _editor(hook, optimizer)
 
     Steps(door, STEP, make).hook(found)
 
 
 def _watch_forward(door: Door, found: Sequence[Named], shared: Shared) -> None:
     hooks = door.meet_all(places_of(door, FORWARD, found))
-    edit_all = [_editor(hook, params_at(hook)) for hook in hooks]
+    edits = [(_editor(hook), hook) for hook in hooks]
 
     @compiling.untraced
     def before(module: nn.Module, args: tuple[object, ...]) -> None:
         # The recomputation of a checkpoint needs the weights of its forward.
         if module.training and not autograd.in_backward():
-            for act in edit_all:
-                act()
+            for edit, hook in edits:
+                edit(*params_at(hook))
 
     door.stack.callback(door.model.register_forward_pre_hook(before).remove)
 
@@ -65,14 +64,11 @@ class Weights(ParamSelector):
         return FORWARD if (stage or self.stage) == "forward" else STEP
 
 
-def _editor(hook: PlacesHook, params: Params, optimizer: Optimizer | None = None) -> Action:
-    """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
+def _editor(hook: PlacesHook, optimizer: Optimizer | None = None) -> Act:
+    """Return a function that edits parameters."""
 
     def write(param: nn.Parameter, result: Tensor) -> None:
-        if result.is_set_to(param):  # it is unchanged
-            return
-        is_view = result.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
-        write_value(optimizer, param, result.clone() if is_view else result)
+        if not result.is_set_to(param):  # else a group has left it as it is
+            write_value(optimizer, param, result)
 
-    access = Access(Tensor.detach, write, value=lambda _: None, around=torch.no_grad)
-    return partial(actor(hook, access), *params)
+    return actor(hook, Access(Tensor.detach, write, lambda _: None, torch.no_grad))

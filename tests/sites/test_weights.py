@@ -1,12 +1,30 @@
 """Weights: parameter values are edited in place, at the right moment, where they change."""
 
+from collections.abc import Iterable, Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.transforms.base import (
+    GroupTransform,
+    TransformState,
+)
 from tests.nets import attached, sgd, small, train
 from tests.sites.points import Acts, Noted, calls_of
+
+
+class Same(GroupTransform):
+    """Leaves a group as it is."""
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: object
+    ) -> tuple[Iterable[Tensor], TransformState]:
+        return grads, state
 
 
 def _one(value: float = 1.0) -> nn.Linear:
@@ -28,6 +46,21 @@ def test_at_stage_forward_they_are_edited_before_each_call_in_training_mode(auto
         model.eval()
         assert model(torch.ones(1, 2)).item() == 4.0
     assert calls_of(live) == {"weight": 2}
+
+
+def test_a_no_op_writes_to_nothing() -> None:
+    plain, model = small(), small()
+    train(plain, sgd(plain), 5)
+    optimizer = sgd(model)
+    with (
+        attached(model, gs.Identity(), gs.Weights(), optimizer),
+        attached(model, gs.Identity(), gs.Weights(stage="forward"), optimizer),
+        attached(model, gs.Scale(3.0), gs.Weights(), optimizer, shadow=True),
+        attached(model, Same(), gs.Weights(), optimizer),
+    ):
+        train(model, optimizer, 5)
+        versions = [param._version for param in model.parameters()]
+    assert versions == [param._version for param in plain.parameters()]
 
 
 def test_a_result_that_is_a_view_of_the_weight_is_copied_correctly() -> None:
