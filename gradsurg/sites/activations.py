@@ -12,12 +12,12 @@ from torch.autograd.function import FunctionCtx
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.calls import Call, Shared, modules_of, refuse_scripted
+from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, refuse_scripted
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import ROOT
 from gradsurg.sites.selectors import ModuleSelector
-from gradsurg.sites.tensors import rebuilt
-from gradsurg.torch_internals import autograd, compiling
+from gradsurg.sites.tensors import bare, rebuilt
+from gradsurg.torch_internals import autograd
 
 Change = Callable[[str, Tensor], Tensor]
 
@@ -75,8 +75,9 @@ class Flow:
         self.records: Records = door.kept.setdefault(self.kind, WeakKeyDictionary())
         self.hooks: dict[tuple[Call, str, tuple[SiteFn, ...]], tuple[str, Hook | None]] = {}
 
-    def on_output(self, module: nn.Module, args: object, output: object) -> object:
-        """Transform the output of a module, in a forward hook."""
+    def on_output(self, module: nn.Module, args: object, *given: object) -> object:
+        """Transform the output of a module, in a forward hook; a global one gets no keywords."""
+        output = given[-1]
         new = rebuilt(output, self._change_at(module))
         return None if new is output else new
 
@@ -84,9 +85,9 @@ class Flow:
     def on_input(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Transform the input of a module, in a pre-hook; a global one gets no keywords."""
+        """Transform the input of a module, in a pre-hook, as `on_output`."""
         change = self._change_at(module)
-        is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        is_bare = bare(args, kwargs) is not None
         at_path: Change = (lambda _, tensor: change("", tensor)) if is_bare else change
         new, by_key = rebuilt(args, at_path), rebuilt(kwargs, at_path)
         if new is args and by_key is kwargs:
@@ -242,14 +243,10 @@ def _watch(like: Activations, door: Door, found: Sequence[Named], shared: Shared
     refuse_scripted(door, like.kind_at(None), found)
     straight = like.backward == "straight"
     flow = Flow(like, door, shared, name_in(found), like.suffix, straight)
-    after, before = compiling.untraced(flow.on_output), compiling.untraced(flow.on_input)
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        if like.side == "output":
-            handle = module.register_forward_hook(after)
-        else:
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)
-        door.stack.callback(handle.remove)
+    if like.side == "output":
+        hook_calls(door, found, after=flow.on_output)
+    else:
+        hook_calls(door, found, flow.on_input)
 
 
 @cache

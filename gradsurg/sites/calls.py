@@ -2,10 +2,9 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -162,7 +161,12 @@ class Shared:
 
         `is_traced` says that its hooks need no numbers in compiled code.
         """
-        thread = ThreadCalls(self._names, self._left_out)
+        model = self._model()
+        assert model is not None
+        # By identity: the dict is held by hooks of the modules, which must not hold the modules.
+        # Copies that share their hooks, as the replicas of DataParallel, have another one.
+        names = {id(module): tuple(names) for module, names in names_of(model).items()}
+        thread = ThreadCalls(names, self._left_out)
         self.threads.append(thread)
         stack.callback(self.threads.remove, thread)
         if not is_traced:
@@ -174,14 +178,6 @@ class Shared:
         """Wrap a hook of the model, left out of compiled code if no kind needs numbers there."""
         # Dynamo does not even look at one that is needed from the start.
         return compiling.untraced(hook) if self._left_out.needed else self._left_out.hook(hook)
-
-    @cached_property
-    def _names(self) -> dict[int, tuple[str, ...]]:
-        # By identity: the dict is held by hooks of the modules, which must not hold the modules.
-        # Copies that share their hooks, as the replicas of DataParallel, have another one.
-        model = self._model()
-        named = {} if model is None else names_of(model)
-        return {id(module): tuple(names) for module, names in named.items()}
 
     def renew(self) -> None:
         """Hook the model anew: its calls begin before all other hooks, and end after them."""
@@ -297,6 +293,29 @@ class WatchedCalls(ABC):
 
 def _makes_alias(hook: object) -> bool:
     return getattr(hook, "makes_alias", False)
+
+
+def hook_calls(
+    door: Door,
+    found: Iterable[Named],
+    before: Callable[..., object] | None = None,
+    after: Callable[..., object] | None = None,
+    *,
+    first: bool = False,
+    always: bool = False,
+) -> None:
+    """Register a pre-hook and a hook with keyword arguments on modules.
+
+    `first` runs the pre-hook before those of others, `always` the hook after a call that raises.
+    """
+    pre_hook, hook = (each and compiling.untraced(each) for each in (before, after))
+    for module in [named.owners[0] for named in found]:
+        if pre_hook is not None:
+            handle = module.register_forward_pre_hook(pre_hook, prepend=first, with_kwargs=True)
+            door.stack.callback(handle.remove)
+        if hook is not None:
+            handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always)
+            door.stack.callback(handle.remove)
 
 
 def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:

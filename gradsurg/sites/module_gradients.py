@@ -16,10 +16,10 @@ from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.activations import name_in
-from gradsurg.sites.calls import Call, Shared, modules_of, refuse_scripted
+from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, refuse_scripted
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selectors import ModuleSelector
-from gradsurg.sites.tensors import tensors_in
+from gradsurg.sites.tensors import bare, tensors_in
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.torch_internals.module_hooks import BackwardHook, register_full_backward
 
@@ -52,21 +52,18 @@ class BackwardPasses:
         if not register_full_backward(target, self.kind.mode, self.replaced, stack):
             name = "the process" if target is None else self.name_of(target)
             self.door.refuse("legacy hooks", self.kind, name)
-        before, after = compiling.untraced(self._before), compiling.untraced(self._after)
         if target is None:
+            before, after = compiling.untraced(self.before), compiling.untraced(self.after)
             stack.callback(process.register_module_forward_pre_hook(before).remove)
             handle = process.register_module_forward_hook(after, with_kwargs=True)
             stack.callback(autograd.remove_global_forward_hook, handle)
-        else:
-            stack.callback(target.register_forward_pre_hook(before).remove)
-            stack.callback(target.register_forward_hook(after, with_kwargs=True).remove)
 
-    def _before(self, module: nn.Module, args: object) -> None:
+    def before(self, module: nn.Module, *_: object) -> None:
         if autograd.in_functorch() and (name := self.name_of(module)):
             self.door.refuse("torch.func", self.kind, name)
 
     # Any: a user's values
-    def _after(
+    def after(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
         name = self.name_of(module)
@@ -99,7 +96,7 @@ class BackwardPasses:
         """
         if self.on_inputs:
             values, keywords = args, kwargs
-            is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            is_bare = bare(args, kwargs) is not None
         else:
             is_bare, keywords = not isinstance(output, tuple), {}
             values = output if isinstance(output, tuple) else (output,)
@@ -172,9 +169,9 @@ def _watch(mode: module_hooks.Kind, door: Door, found: Sequence[Named], shared: 
     kind = _kind(mode)
     refuse_scripted(door, kind, found)
     passes = BackwardPasses(kind, door, shared, name_in(found))
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        passes.hook(module)
+    for named in found:
+        passes.hook(named.owners[0])
+    hook_calls(door, found, passes.before, passes.after)
 
 
 @validated

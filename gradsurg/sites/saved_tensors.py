@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites.calls import Shared, modules_of
+from gradsurg.sites.calls import Shared, hook_calls, modules_of
 from gradsurg.sites.node_names import fits_node, plain
 from gradsurg.sites.nodes import Register, nothing_made, watch_nodes
 from gradsurg.sites.places import Door, Hook, Kind, Memory, Named, Place, Stage, Things
@@ -117,24 +117,15 @@ class _Modules:
         self.thread, self.open = shared.follow(stack), _OpenCalls()
         self.origins: WeakKeyDictionary[nn.Module, _Origins] = WeakKeyDictionary()
         self.met: dict[tuple[Place, int], Met] = {}
-        stack.callback(self.close)
-        begin = compiling.untraced(self.begin)
-        stack.callback(door.model.register_forward_pre_hook(begin, prepend=True).remove)
-        first = compiling.untraced(self.enter, self.enter_compiled)
-        last = compiling.untraced(self.leave)
-        for _, module, _ in found:
-            assert isinstance(module, nn.Module)
-            stack.callback(module.register_forward_pre_hook(first).remove)
-            stack.callback(module.register_forward_hook(last, always_call=True).remove)
+        stack.callback(self.close_all_but)
+        hook_calls(door, found, self.enter, self.leave, always=True)
 
-    def begin(self, module: nn.Module, args: object) -> None:
-        """End calls that a KeyboardInterrupt has left open, as it runs no forward hooks."""
-        if not self.thread.calls.running:
-            self.close()
-
-    def enter(self, module: nn.Module, args: object) -> None:
-        # A recomputation gets no site here: the checkpoint has saved for the forward.
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         calls, opened = self.thread.calls, self.open.calls
+        self.close_all_but(calls.running)
+        if compiling.in_compiled():
+            self.door.note(self.kind, COMPILED_SAVES)
+        # A recomputation gets no site here: the checkpoint has saved for the forward.
         call = calls.next(module)
         place = call and Place(self.kind, call[:1], ref(module), call[1])
         wanted = self.door.wants(place) if place else ()
@@ -150,24 +141,21 @@ class _Modules:
         calls.enter(module, running)
         autograd.push_saved_tensor_hooks(running.pair)
 
-    def enter_compiled(self, module: nn.Module, args: object) -> None:
-        self.door.note(self.kind, COMPILED_SAVES)
-        self.enter(module, args)
+    def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        calls = self.thread.calls
+        call = calls.leave(module)
+        self.close_all_but(calls.running)
+        if call is not None and not call.count:
+            self.door.none(call.place, "saves no such tensor of its own")
 
-    def leave(self, module: nn.Module, args: object, output: object) -> None:
-        call = self.thread.calls.leave(module)
-        if call is not None:
-            self.close(call)
-            if not call.count:
-                self.door.none(call.place, "saves no such tensor of its own")
+    def close_all_but(self, running: Sequence[tuple[int, object]] = ()) -> None:
+        """End the calls that do not run: this one, and those that others have left open.
 
-    def close(self, call: _OpenCall | None = None) -> None:
-        """End a call and those in it, which the hook of another library may have left open; without
-        a call end all.
+        A KeyboardInterrupt runs no forward hooks, and the pre-hook of another library may raise.
         """
-        calls = self.open.calls
-        while calls and (call is None or call in calls):
-            last = calls.pop()
+        opened = self.open.calls
+        while opened and all(call is not opened[-1] for _, call in running):
+            last = opened.pop()
             autograd.remove_saved_tensor_hooks(last.pair)
             del last.pair  # graphs have the call: no cycle
 
