@@ -4,7 +4,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.sites.places import Door, Hook, Kind, Named, Traced
 from gradsurg.sites.selection import OUTSIDE, names_of, scanned
@@ -325,7 +325,6 @@ def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
     door.leaves.add(tensor, handle)
 
 
-@dataclass(eq=False)
 class Leaves:
     """The hooks on leaf tensors other than those of `Parameters`, which outlive a graph.
 
@@ -333,22 +332,19 @@ class Leaves:
     graphs that were made before.
     """
 
-    _hooked: dict[int, tuple[ref[Tensor], RemovableHandle]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._handles = WeakIdKeyDictionary()  # an input may be another leaf in each step
 
     def add(self, tensor: Tensor, handle: RemovableHandle) -> None:
         """Keep the handle of a hook on a tensor, if it is a leaf."""
-        if not tensor.is_leaf:
-            return
-        # An input that requires a gradient is another leaf in each step.
-        for key in [key for key, (held, _) in self._hooked.items() if held() is None]:
-            del self._hooked[key]
-        self._hooked[id(tensor)] = ref(tensor), handle
+        if tensor.is_leaf:
+            self._handles.setdefault(tensor, []).append(handle)
 
     def close(self) -> None:
         """Remove them."""
-        for _, handle in self._hooked.values():
+        for handle in [each for handles in self._handles.values() for each in handles]:
             handle.remove()
-        self._hooked.clear()
+        self._handles.clear()
 
 
 def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
