@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import ref
@@ -333,7 +333,8 @@ class Leaves:
     """
 
     def __init__(self) -> None:
-        self._handles = WeakIdKeyDictionary()  # an input may be another leaf in each step
+        # Weakly: an input may be another leaf in each step.
+        self._handles: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 
     def add(self, tensor: Tensor, handle: RemovableHandle) -> None:
         """Keep the handle of a hook on a tensor, if it is a leaf."""
