@@ -1,18 +1,19 @@
 """Activations: the tensors that flow forward into or out of a module."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, refuse_scripted
+from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, name_in, refuse_scripted
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import ROOT
 from gradsurg.sites.selectors import ModuleSelector
@@ -24,6 +25,10 @@ Change = Callable[[str, Tensor], Tensor]
 Acted = tuple[SiteFn, tuple[str, int, str], str]
 """A function that has acted on a tensor, the name, index and path at which it did, and the module
 inside which it is not to act again."""
+
+
+Owners = MutableMapping[Tensor, tuple[int, list[Acted]]]
+"""The functions that have acted on tensors, each with its version then."""
 
 
 class Outcome(NamedTuple):
@@ -43,13 +48,6 @@ Records = WeakKeyDictionary[nn.Module, list[Record]]
 
 Shared by all threads, as a backward pass may run in another one.
 """
-
-
-def name_in(found: Sequence[Named]) -> Callable[[nn.Module], str]:
-    """Return the function from modules to their first names, empty for a copy of a module."""
-    # By identity: the hooks must not hold the modules.
-    names = {id(named.thing): named.names[0] for named in found}
-    return lambda module: names.get(id(module), "")
 
 
 class Flow:
@@ -104,17 +102,14 @@ class Flow:
         if not name or (in_backward and autograd.in_recomputation()):
             return lambda path, tensor: tensor
         call = calls.next(module, name) or (name, 0)
-        if not calls.depth:
-            for key in [key for key, (held, *_) in calls.kept.items() if held() is None]:
-                del calls.kept[key]
         record: Record | None = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
         if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
-            record, key = {}, ("records", id(module))
-            if not calls.depth or key not in calls.kept:  # the first one in this forward
+            recorded = calls.kept.setdefault("recorded", WeakSet[nn.Module]())
+            if not calls.depth or module not in recorded:  # the first one in this forward
                 self.records[module] = []
-                calls.kept[key] = (ref(module),)
-            self.records[module].append(record)
+                recorded.add(module)
+            self.records[module].append(record := {})
         return partial(self._changed, module, call, record)
 
     def _changed(
@@ -122,7 +117,7 @@ class Flow:
     ) -> Tensor:
         """Return the new value of a tensor in the forward, and record the outcome."""
         spot = call[0], max(call[1], 0), path
-        owners = self.thread.calls.kept
+        owners: Owners = self.thread.calls.kept.setdefault("owners", WeakIdKeyDictionary())
         # An identity called outside the model may get the same tensor at each call.
         acted = [each for each in _acted_on(tensor, owners, call[0]) if each[1] != spot]
         key = call, path, tuple([function for function, _, _ in acted])
@@ -147,7 +142,7 @@ class Flow:
         # An unchanged input may be taken by several modules side by side, each a site of its own.
         scope = call[0] if result is tensor and self.suffix else ROOT
         acted.append((hook.call, spot, scope))
-        owners[id(result)] = ref(result), autograd.version_of(result), acted
+        owners[result] = autograd.version_of(result), acted
         return result
 
     def _transformed(self, tensor: Tensor, hook: Hook) -> Tensor:
@@ -263,14 +258,10 @@ def _makes_graph() -> bool:
     )
 
 
-def _acted_on(tensor: Tensor, owners: Mapping[object, Any], name: str) -> list[Acted]:
-    """Return what has acted on a tensor, if that holds inside the named module.
-
-    Any: the values are a weak reference to the tensor, its version, and a list of `Acted`.
-    """
-    held, version, acted = owners.get(id(tensor)) or (None, 0, [])
-    # An id is reused once its tensor is freed; a tensor written to is another value.
-    if held is None or held() is not tensor or version != autograd.version_of(tensor):
+def _acted_on(tensor: Tensor, owners: Owners, name: str) -> list[Acted]:
+    """Return what has acted on a tensor, if that holds inside the named module."""
+    version, acted = owners.get(tensor, (0, []))
+    if version != autograd.version_of(tensor):  # a tensor written to is another value
         return []
     return [each for each in acted if each[2] in (ROOT, name) or name.startswith(f"{each[2]}.")]
 

@@ -355,6 +355,13 @@ def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
             door.refuse("TorchScript", kind, name)
 
 
+def name_in(found: Sequence[Named]) -> Callable[[nn.Module], str]:
+    """Return the function from modules to their first names, empty for a copy of a module."""
+    # By identity: the hooks must not hold the modules.
+    names = {id(named.thing): named.names[0] for named in found}
+    return lambda module: names.get(id(module), "")
+
+
 @scanned
 def modules_of(model: nn.Module) -> list[Named]:
     """Return every module of a model, itself as `root`."""

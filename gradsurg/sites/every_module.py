@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.activations import Flow, name_in
-from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
+from gradsurg.sites.activations import Flow
+from gradsurg.sites.calls import Shared, modules_of, name_in, refuse_scripted
 from gradsurg.sites.module_gradients import BackwardPasses
 from gradsurg.sites.places import ELSEWHERE, Door, Kind, Leaf, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import Pattern, Types, matches, matches_type

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.activations import name_in
-from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, refuse_scripted
+from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, name_in, refuse_scripted
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selectors import ModuleSelector
 from gradsurg.sites.tensors import bare, tensors_in
