@@ -387,9 +387,7 @@ class Attachment:
         hooks = [first[each] for each in self.operations if each in first]
         return Joint(hooks).placed() if hooks else None
 
-    def traced(
-        self, kind: Kind, found: Sequence[Named], suffix: str = ""
-    ) -> dict[nn.Module, TracedHook]:
+    def traced(self, kind: Kind, found: Sequence[Named]) -> dict[nn.Module, TracedHook]:
         """See `Door.traced`."""
         operations, hooks = self._at(kind), dict[nn.Module, TracedHook]()
         if self.effects.every or self.shadow or self.aggregators:
@@ -404,7 +402,7 @@ class Attachment:
             acting = [each for each in operations if names & each.near]
             # The calls of a module with several names take them in turn.
             if all(names <= each.near for each in acting):
-                place = Place(kind, named.names[:1], ref(named.owners[0]), 0, suffix=suffix)
+                place = Place(kind, named.names[:1], ref(named.owners[0]), 0)
                 hooks[named.owners[0]] = hook = TracedHook(acting, place)
                 self.stack.callback(hook.close)
         return hooks

@@ -63,12 +63,10 @@ class Flow:
         door: Door,
         shared: Shared,
         name_of: Callable[[nn.Module], str],
-        suffix: str = "",
         straight: bool = False,
     ) -> None:
         self.like, self.kind, self.door, self.name_of = like, like.kind_at(None), door, name_of
-        self.suffix, self.straight = suffix, straight
-        self.thread = shared.follow(door.stack)
+        self.straight, self.thread = straight, shared.follow(door.stack)
         # Interventions may change between a forward and its recomputation.
         self.records: Records = door.kept.setdefault(self.kind, WeakKeyDictionary())
         self.hooks: dict[tuple[Call, str, tuple[SiteFn, ...]], tuple[str, Hook | None]] = {}
@@ -122,8 +120,7 @@ class Flow:
         acted = [each for each in _acted_on(tensor, owners, call[0]) if each[1] != spot]
         key = call, path, tuple([function for function, _, _ in acted])
         if key not in self.hooks:
-            held, suffix = ref(module), self.suffix
-            place = Place(self.kind, call[:1], held, call[1], path[1:], suffix=suffix)
+            place = Place(self.kind, call[:1], ref(module), call[1], path[1:])
             met = self.door.meet(place, acted=key[2]) if self.door.wants(place) else None
             self.hooks[key] = place.site, met
         site, hook = self.hooks[key]
@@ -140,7 +137,7 @@ class Flow:
             elif result.requires_grad and autograd.in_checkpoint():
                 result.register_hook(guard)
         # An unchanged input may be taken by several modules side by side, each a site of its own.
-        scope = call[0] if result is tensor and self.suffix else ROOT
+        scope = call[0] if result is tensor and self.kind.suffix else ROOT
         acted.append((hook.call, spot, scope))
         owners[result] = autograd.version_of(result), acted
         return result
@@ -228,16 +225,12 @@ class Activations(ModuleSelector):
     def kind_at(self, stage: Stage | None) -> Kind:
         return _kind(self.side, self.backward)
 
-    @property
-    def suffix(self) -> str:
-        return ".input" if self.side == "input" else ""
-
 
 def _watch(like: Activations, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Transform what the modules take or return in each of their calls."""
     refuse_scripted(door, like.kind_at(None), found)
     straight = like.backward == "straight"
-    flow = Flow(like, door, shared, name_in(found), like.suffix, straight)
+    flow = Flow(like, door, shared, name_in(found), straight)
     if like.side == "output":
         hook_calls(door, found, after=flow.on_output)
     else:
@@ -247,7 +240,8 @@ def _watch(like: Activations, door: Door, found: Sequence[Named], shared: Shared
 @cache
 def _kind(side: Literal["output", "input"], backward: Literal["through", "straight"]) -> Kind:
     like = Activations(side=side, backward=backward)
-    return Kind("Activations", f"{side} {backward}", modules_of, partial(_watch, like))
+    suffix = ".input" if side == "input" else ""
+    return Kind("Activations", f"{side} {backward}", modules_of, partial(_watch, like), suffix)
 
 
 def _makes_graph() -> bool:

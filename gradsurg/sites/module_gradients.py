@@ -39,7 +39,6 @@ class BackwardPasses:
     ) -> None:
         self.kind, self.door, self.name_of = kind, door, name_of
         self.on_inputs = kind.mode == "full_backward"
-        self.suffix = ".input" if self.on_inputs else ""
         self.thread = shared.follow(door.stack)
         self.replaced: BackwardHook = compiling.ModuleHook(lambda module, grads, *_: None)
         self.single: dict[Call, BackwardHook] = {}  # of the calls with one tensor
@@ -78,7 +77,7 @@ class BackwardPasses:
         autograd.replace_backward_hook(module, self.replaced, hook)
 
     def _place(self, module: nn.Module, call: Call, path: str) -> Place:
-        return Place(self.kind, call[:1], ref(module), call[1], path[1:], suffix=self.suffix)
+        return Place(self.kind, call[:1], ref(module), call[1], path[1:])
 
     def _hooks_at(
         self,
@@ -160,7 +159,8 @@ def _needs_gradient(value: object) -> bool:
 
 @cache
 def _kind(mode: module_hooks.Kind) -> Kind:
-    return Kind("ModuleGradients", mode, modules_of, partial(_watch, mode))
+    suffix = ".input" if mode == "full_backward" else ""
+    return Kind("ModuleGradients", mode, modules_of, partial(_watch, mode), suffix)
 
 
 def _watch(mode: module_hooks.Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
@@ -199,7 +199,3 @@ class ModuleGradients(ModuleSelector):
 
     def kind_at(self, stage: Stage | None) -> Kind:
         return _kind(self.kind)
-
-    @property
-    def suffix(self) -> str:
-        return ".input" if self.kind == "full_backward" else ""
