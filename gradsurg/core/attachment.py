@@ -412,9 +412,7 @@ class Attachment:
         hooks = [first[each] for each in self.operations if each in first]
         return Joint(hooks).placed() if hooks else None
 
-    def traced(
-        self, kind: Kind, found: Sequence[Named], suffix: str = ""
-    ) -> dict[nn.Module, TracedHook]:
+    def traced(self, kind: Kind, found: Sequence[Named]) -> dict[nn.Module, TracedHook]:
         """See `Door.traced`."""
         operations, hooks = self._at(kind), dict[nn.Module, TracedHook]()
         # Compiled code neither measures nor counts, and the passes of aggregators pause hooks.
@@ -431,7 +429,7 @@ class Attachment:
             # The calls of a module with several names take them in turn, and compiled code does
             # not number calls: only an intervention that picks all of its names may act there.
             if all(names <= each.near for each in acting):
-                place = Place(kind, named.names[:1], ref(named.owners[0]), 0, suffix=suffix)
+                place = Place(kind, named.names[:1], ref(named.owners[0]), 0)
                 hooks[named.owners[0]] = hook = TracedHook(acting, place)
                 self.stack.callback(hook.close)
         return hooks

@@ -1,29 +1,34 @@
 """Activations: the tensors that flow forward into or out of a module."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.calls import Call, Shared, modules_of, refuse_scripted
+from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, name_in, refuse_scripted
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import ROOT
 from gradsurg.sites.selectors import ModuleSelector
-from gradsurg.sites.tensors import rebuilt
-from gradsurg.torch_internals import autograd, compiling
+from gradsurg.sites.tensors import bare, rebuilt
+from gradsurg.torch_internals import autograd
 
 Change = Callable[[str, Tensor], Tensor]
 
 Acted = tuple[SiteFn, tuple[str, int, str], str]
 """A function that has acted on a tensor, the name, index and path at which it did, and the module
 inside which it is not to act again."""
+
+
+Owners = MutableMapping[Tensor, tuple[int, list[Acted]]]
+"""The functions that have acted on tensors, each with its version then."""
 
 
 class Outcome(NamedTuple):
@@ -45,13 +50,6 @@ Shared by all threads, as a backward pass may run in another one.
 """
 
 
-def name_in(found: Sequence[Named]) -> Callable[[nn.Module], str]:
-    """Return the function from modules to their first names, empty for a copy of a module."""
-    # By identity: the hooks must not hold the modules.
-    names = {id(named.thing): named.names[0] for named in found}
-    return lambda module: names.get(id(module), "")
-
-
 class Flow:
     """Transforms the tensors of each call of the modules, and repeats that in a recomputation.
 
@@ -65,18 +63,17 @@ class Flow:
         door: Door,
         shared: Shared,
         name_of: Callable[[nn.Module], str],
-        suffix: str = "",
         straight: bool = False,
     ) -> None:
         self.like, self.kind, self.door, self.name_of = like, like.kind_at(None), door, name_of
-        self.suffix, self.straight = suffix, straight
-        self.thread = shared.follow(door.stack)
+        self.straight, self.thread = straight, shared.follow(door.stack)
         # Interventions may change between a forward and its recomputation.
         self.records: Records = door.kept.setdefault(self.kind, WeakKeyDictionary())
         self.hooks: dict[tuple[Call, str, tuple[SiteFn, ...]], tuple[str, Hook | None]] = {}
 
-    def on_output(self, module: nn.Module, args: object, output: object) -> object:
-        """Transform the output of a module, in a forward hook."""
+    def on_output(self, module: nn.Module, args: object, *given: object) -> object:
+        """Transform the output of a module, in a forward hook; a global one gets no keywords."""
+        output = given[-1]
         new = rebuilt(output, self._change_at(module))
         return None if new is output else new
 
@@ -84,9 +81,9 @@ class Flow:
     def on_input(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Transform the input of a module, in a pre-hook; a global one gets no keywords."""
+        """Transform the input of a module, in a pre-hook, as `on_output`."""
         change = self._change_at(module)
-        is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        is_bare = bare(args, kwargs) is not None
         at_path: Change = (lambda _, tensor: change("", tensor)) if is_bare else change
         new, by_key = rebuilt(args, at_path), rebuilt(kwargs, at_path)
         if new is args and by_key is kwargs:
@@ -103,17 +100,14 @@ class Flow:
         if not name or (in_backward and autograd.in_recomputation()):
             return lambda path, tensor: tensor
         call = calls.next(module, name) or (name, 0)
-        if not calls.depth:
-            for key in [key for key, (held, *_) in calls.kept.items() if held() is None]:
-                del calls.kept[key]
         record: Record | None = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
         if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
-            record, key = {}, ("records", id(module))
-            if not calls.depth or key not in calls.kept:  # the first one in this forward
+            recorded = calls.kept.setdefault("recorded", WeakSet[nn.Module]())
+            if not calls.depth or module not in recorded:  # the first one in this forward
                 self.records[module] = []
-                calls.kept[key] = (ref(module),)
-            self.records[module].append(record)
+                recorded.add(module)
+            self.records[module].append(record := {})
         return partial(self._changed, module, call, record)
 
     def _changed(
@@ -121,13 +115,12 @@ class Flow:
     ) -> Tensor:
         """Return the new value of a tensor in the forward, and record the outcome."""
         spot = call[0], max(call[1], 0), path
-        owners = self.thread.calls.kept
+        owners: Owners = self.thread.calls.kept.setdefault("owners", WeakIdKeyDictionary())
         # An identity called outside the model may get the same tensor at each call.
         acted = [each for each in _acted_on(tensor, owners, call[0]) if each[1] != spot]
         key = call, path, tuple([function for function, _, _ in acted])
         if key not in self.hooks:
-            held, suffix = ref(module), self.suffix
-            place = Place(self.kind, call[:1], held, call[1], path[1:], suffix=suffix)
+            place = Place(self.kind, call[:1], ref(module), call[1], path[1:])
             met = self.door.meet(place, acted=key[2]) if self.door.wants(place) else None
             self.hooks[key] = place.site, met
         site, hook = self.hooks[key]
@@ -144,9 +137,9 @@ class Flow:
             elif result.requires_grad and autograd.in_checkpoint():
                 result.register_hook(guard)
         # An unchanged input may be taken by several modules side by side, each a site of its own.
-        scope = call[0] if result is tensor and self.suffix else ROOT
+        scope = call[0] if result is tensor and self.kind.suffix else ROOT
         acted.append((hook.call, spot, scope))
-        owners[id(result)] = ref(result), autograd.version_of(result), acted
+        owners[result] = autograd.version_of(result), acted
         return result
 
     def _transformed(self, tensor: Tensor, hook: Hook) -> Tensor:
@@ -232,30 +225,23 @@ class Activations(ModuleSelector):
     def kind_at(self, stage: Stage | None) -> Kind:
         return _kind(self.side, self.backward)
 
-    @property
-    def suffix(self) -> str:
-        return ".input" if self.side == "input" else ""
-
 
 def _watch(like: Activations, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Transform what the modules take or return in each of their calls."""
     refuse_scripted(door, like.kind_at(None), found)
     straight = like.backward == "straight"
-    flow = Flow(like, door, shared, name_in(found), like.suffix, straight)
-    after, before = compiling.untraced(flow.on_output), compiling.untraced(flow.on_input)
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        if like.side == "output":
-            handle = module.register_forward_hook(after)
-        else:
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)
-        door.stack.callback(handle.remove)
+    flow = Flow(like, door, shared, name_in(found), straight)
+    if like.side == "output":
+        hook_calls(door, found, after=flow.on_output)
+    else:
+        hook_calls(door, found, flow.on_input)
 
 
 @cache
 def _kind(side: Literal["output", "input"], backward: Literal["through", "straight"]) -> Kind:
     like = Activations(side=side, backward=backward)
-    return Kind("Activations", f"{side} {backward}", modules_of, partial(_watch, like))
+    suffix = ".input" if side == "input" else ""
+    return Kind("Activations", f"{side} {backward}", modules_of, partial(_watch, like), suffix)
 
 
 def _makes_graph() -> bool:
@@ -266,14 +252,10 @@ def _makes_graph() -> bool:
     )
 
 
-def _acted_on(tensor: Tensor, owners: Mapping[object, Any], name: str) -> list[Acted]:
-    """Return what has acted on a tensor, if that holds inside the named module.
-
-    Any: the values are a weak reference to the tensor, its version, and a list of `Acted`.
-    """
-    held, version, acted = owners.get(id(tensor)) or (None, 0, [])
-    # An id is reused once its tensor is freed; a tensor written to is another value.
-    if held is None or held() is not tensor or version != autograd.version_of(tensor):
+def _acted_on(tensor: Tensor, owners: Owners, name: str) -> list[Acted]:
+    """Return what has acted on a tensor, if that holds inside the named module."""
+    version, acted = owners.get(tensor, (0, []))
+    if version != autograd.version_of(tensor):  # a tensor written to is another value
         return []
     return [each for each in acted if each[2] in (ROOT, name) or name.startswith(f"{each[2]}.")]
 

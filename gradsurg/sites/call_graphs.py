@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradsurg.sites.calls import Call, CallNumbers, Shared
+from gradsurg.sites.calls import Call, CallNumbers, Shared, hook_calls
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.places import Door, Named
 from gradsurg.sites.tensors import tensors_in
@@ -133,13 +133,8 @@ def follow(
     that `torch.jit.trace` or `torch.export` records is ignored: no backward pass follows.
     """
     graphs = _Graphs(door, shared, take, returning)
-    before, after = compiling.untraced(graphs.enter), compiling.untraced(graphs.leave)
-    for _, module, _ in found:
-        if isinstance(module, nn.Module):
-            # First, so that nodes made by the pre-hooks of others belong to the call.
-            handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            door.stack.callback(handle.remove)
-            door.stack.callback(module.register_forward_hook(after, always_call=True).remove)
+    # First, so that nodes made by the pre-hooks of others belong to the call.
+    hook_calls(door, found, graphs.enter, graphs.leave, first=True, always=True)
 
 
 class _Graphs:
@@ -161,7 +156,7 @@ class _Graphs:
         graph.change(call)
         calls.enter(module, (graph, call))
 
-    def leave(self, module: nn.Module, args: object, output: object) -> None:
+    def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         calls = self.thread.calls
         note = calls.leave(module)
         if note is None:

@@ -2,10 +2,8 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.sites.places import Door, Hook, Kind, Named, Traced
 from gradsurg.sites.selection import OUTSIDE, names_of, scanned
@@ -162,7 +161,12 @@ class Shared:
 
         `is_traced` says that its hooks need no numbers in compiled code.
         """
-        thread = ThreadCalls(self._names, self._left_out)
+        model = self._model()
+        assert model is not None
+        # By identity: the dict is held by hooks of the modules, which must not hold the modules.
+        # Copies that share their hooks, as the replicas of DataParallel, have another one.
+        names = {id(module): tuple(names) for module, names in names_of(model).items()}
+        thread = ThreadCalls(names, self._left_out)
         self.threads.append(thread)
         stack.callback(self.threads.remove, thread)
         if not is_traced:
@@ -174,14 +178,6 @@ class Shared:
         """Wrap a hook of the model, left out of compiled code if no kind needs numbers there."""
         # Dynamo does not even look at one that is needed from the start.
         return compiling.untraced(hook) if self._left_out.needed else self._left_out.hook(hook)
-
-    @cached_property
-    def _names(self) -> dict[int, tuple[str, ...]]:
-        # By identity: the dict is held by hooks of the modules, which must not hold the modules.
-        # Copies that share their hooks, as the replicas of DataParallel, have another one.
-        model = self._model()
-        named = {} if model is None else names_of(model)
-        return {id(module): tuple(names) for module, names in named.items()}
 
     def renew(self) -> None:
         """Hook the model anew: its calls begin before all other hooks, and end after them."""
@@ -299,6 +295,29 @@ def _makes_alias(hook: object) -> bool:
     return getattr(hook, "makes_alias", False)
 
 
+def hook_calls(
+    door: Door,
+    found: Iterable[Named],
+    before: Callable[..., object] | None = None,
+    after: Callable[..., object] | None = None,
+    *,
+    first: bool = False,
+    always: bool = False,
+) -> None:
+    """Register a pre-hook and a hook with keyword arguments on modules.
+
+    `first` runs the pre-hook before those of others, `always` the hook after a call that raises.
+    """
+    pre_hook, hook = (each and compiling.untraced(each) for each in (before, after))
+    for module in [named.owners[0] for named in found]:
+        if pre_hook is not None:
+            handle = module.register_forward_pre_hook(pre_hook, prepend=first, with_kwargs=True)
+            door.stack.callback(handle.remove)
+        if hook is not None:
+            handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always)
+            door.stack.callback(handle.remove)
+
+
 def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
     """Register a hook on a tensor, with its value if the hook asks for it."""
     reads = "value" in hook.asks
@@ -306,7 +325,6 @@ def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
     door.leaves.add(tensor, handle)
 
 
-@dataclass(eq=False)
 class Leaves:
     """The hooks on leaf tensors other than those of `Parameters`, which outlive a graph.
 
@@ -314,22 +332,20 @@ class Leaves:
     graphs that were made before.
     """
 
-    _hooked: dict[int, tuple[ref[Tensor], RemovableHandle]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # Weakly: an input may be another leaf in each step.
+        self._handles: MutableMapping[Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
 
     def add(self, tensor: Tensor, handle: RemovableHandle) -> None:
         """Keep the handle of a hook on a tensor, if it is a leaf."""
-        if not tensor.is_leaf:
-            return
-        # An input that requires a gradient is another leaf in each step.
-        for key in [key for key, (held, _) in self._hooked.items() if held() is None]:
-            del self._hooked[key]
-        self._hooked[id(tensor)] = ref(tensor), handle
+        if tensor.is_leaf:
+            self._handles.setdefault(tensor, []).append(handle)
 
     def close(self) -> None:
         """Remove them."""
-        for _, handle in self._hooked.values():
+        for handle in [each for handles in self._handles.values() for each in handles]:
             handle.remove()
-        self._hooked.clear()
+        self._handles.clear()
 
 
 def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
@@ -337,6 +353,13 @@ def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
     for (name, *_), module, _ in found:
         if isinstance(module, nn.Module) and module_hooks.is_scripted(module):
             door.refuse("TorchScript", kind, name)
+
+
+def name_in(found: Sequence[Named]) -> Callable[[nn.Module], str]:
+    """Return the function from modules to their first names, empty for a copy of a module."""
+    # By identity: the hooks must not hold the modules.
+    names = {id(named.thing): named.names[0] for named in found}
+    return lambda module: names.get(id(module), "")
 
 
 @scanned

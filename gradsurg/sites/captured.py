@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
+from gradsurg.sites.calls import Shared, hook_calls, modules_of, refuse_scripted
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import Range
 from gradsurg.sites.selectors import (
@@ -22,7 +22,7 @@ from gradsurg.sites.selectors import (
     refuse_frozen,
 )
 from gradsurg.sites.tensors import tensors_in
-from gradsurg.torch_internals import autograd, compiling
+from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need
 
 NOT_ASKED = "not asked of autograd.grad"
@@ -95,7 +95,7 @@ class _GradMode(TorchFunctionMode):
         self, grads: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Return the result of `grad`, with transformed gradients of the inputs that are sites."""
-        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        inputs = args[1]  # `torch.autograd.grad` itself passes them by position, as a tuple
         results: dict[int, Any] = {}
         with torch.set_grad_enabled(bool(kwargs.get("create_graph"))):
             for tensor, grad in zip(inputs, grads, strict=True):
@@ -153,17 +153,14 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
 def _record_outputs(door: Door, found: Sequence[Named], shared: Shared, mode: _GradMode) -> None:
     thread = shared.follow(door.stack)
 
-    @compiling.untraced
-    def record(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def record(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         call = thread.calls.next(module)
         if call is None:
             return
         for path, tensor in tensors_in(output):
             mode.add(tensor, Place(CAPTURED, call[:1], ref(module), call[1], path[1:]))
 
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        door.stack.callback(module.register_forward_hook(record).remove)
+    hook_calls(door, found, after=record)
 
 
 def _things(model: nn.Module) -> list[Named]:

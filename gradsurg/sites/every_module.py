@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.activations import Flow, name_in
-from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
+from gradsurg.sites.activations import Flow
+from gradsurg.sites.calls import Shared, modules_of, name_in, refuse_scripted
 from gradsurg.sites.module_gradients import BackwardPasses
 from gradsurg.sites.places import ELSEWHERE, Door, Kind, Leaf, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import Pattern, Types, matches, matches_type
@@ -40,7 +40,7 @@ def _watch(mode: Mode, door: Door, found: Sequence[Named], shared: Shared) -> No
         return
     refuse_scripted(door, kind, [named for named in found if named.names != (ELSEWHERE,)])
     like = EveryModule(kind=mode)
-    flow = Flow(like, door, shared, name_of, like.suffix)
+    flow = Flow(like, door, shared, name_of)
     if mode == "forward_pre":
         handle = process.register_module_forward_pre_hook(compiling.untraced(flow.on_input))
     else:
@@ -52,7 +52,8 @@ def _watch(mode: Mode, door: Door, found: Sequence[Named], shared: Shared) -> No
 
 @cache
 def _kind(mode: Mode) -> Kind:
-    return Kind("EveryModule", mode, _things, partial(_watch, mode), reaches_new=True)
+    suffix = ".input" if mode in ("forward_pre", "full_backward") else ""
+    return Kind("EveryModule", mode, _things, partial(_watch, mode), suffix, reaches_new=True)
 
 
 @validated
@@ -125,9 +126,4 @@ class EveryModule(Leaf):
         """Accept all names: those of modules outside the model are not known yet."""
 
     def expected(self, name: str) -> str:
-        return "" if name == ELSEWHERE else f"{name}#0{self.suffix}"
-
-    @property
-    def suffix(self) -> str:
-        """The end of its site ids, after the call."""
-        return ".input" if self.kind in ("forward_pre", "full_backward") else ""
+        return "" if name == ELSEWHERE else f"{name}#0{_kind(self.kind).suffix}"

@@ -35,7 +35,6 @@ from gradsurg.sites.tensors import (
 from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import LayerCall, Need
 
-SUFFIX = ".input"
 NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
 
 Arguments = tuple[Args, Keywords]
@@ -71,7 +70,7 @@ class _Watched(WatchedCalls):
         self.single: dict[tuple[Call, bool], tuple[Hook, str] | None] = {}
         # Compiled code sees neither writes to an input nor that modules take the same tensor.
         known = [named for named in found if self.acts_before and _leaves_inputs(named.owners[0])]
-        super().__init__(kind, door, found, shared, door.traced(kind, known, SUFFIX))
+        super().__init__(kind, door, found, shared, door.traced(kind, known))
 
     def before(self, module: nn.Module, args: Args, kwargs: Keywords) -> Arguments | None:
         """Hook the inputs of a call, and return aliases to call the module with."""
@@ -118,7 +117,7 @@ class _Watched(WatchedCalls):
             running.layers[0].watch(output)
 
     def _place(self, module: nn.Module, call: Call) -> Place:
-        return Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
+        return Place(self.kind, call[:1], ref(module), call[1])
 
     def _hooked_arguments(
         self, module: nn.Module, call: Call, running: _Running, args: Args, kwargs: Keywords
@@ -204,7 +203,7 @@ def _kind(mode: str) -> Kind:
     def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
         _Watched(kind, door, found, shared)
 
-    kind = Kind("Inputs", mode, modules_of, watch, is_traced=mode == "branch")
+    kind = Kind("Inputs", mode, modules_of, watch, ".input", is_traced=mode == "branch")
     return kind
 
 
@@ -243,7 +242,3 @@ class Inputs(ModuleSelector):
 
     def kind_at(self, stage: Stage | None) -> Kind:
         return KINDS[self.path]
-
-    @property
-    def suffix(self) -> str:
-        return SUFFIX

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.activations import name_in
-from gradsurg.sites.calls import Call, Shared, modules_of, refuse_scripted
+from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, name_in, refuse_scripted
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selectors import ModuleSelector
-from gradsurg.sites.tensors import tensors_in
+from gradsurg.sites.tensors import bare, tensors_in
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.torch_internals.module_hooks import BackwardHook, register_full_backward
 
@@ -40,7 +39,6 @@ class BackwardPasses:
     ) -> None:
         self.kind, self.door, self.name_of = kind, door, name_of
         self.on_inputs = kind.mode == "full_backward"
-        self.suffix = ".input" if self.on_inputs else ""
         self.thread = shared.follow(door.stack)
         self.replaced: BackwardHook = compiling.ModuleHook(lambda module, grads, *_: None)
         self.single: dict[Call, BackwardHook] = {}  # of the calls with one tensor
@@ -52,21 +50,18 @@ class BackwardPasses:
         if not register_full_backward(target, self.kind.mode, self.replaced, stack):
             name = "the process" if target is None else self.name_of(target)
             self.door.refuse("legacy hooks", self.kind, name)
-        before, after = compiling.untraced(self._before), compiling.untraced(self._after)
         if target is None:
+            before, after = compiling.untraced(self.before), compiling.untraced(self.after)
             stack.callback(process.register_module_forward_pre_hook(before).remove)
             handle = process.register_module_forward_hook(after, with_kwargs=True)
             stack.callback(autograd.remove_global_forward_hook, handle)
-        else:
-            stack.callback(target.register_forward_pre_hook(before).remove)
-            stack.callback(target.register_forward_hook(after, with_kwargs=True).remove)
 
-    def _before(self, module: nn.Module, args: object) -> None:
+    def before(self, module: nn.Module, *_: object) -> None:
         if autograd.in_functorch() and (name := self.name_of(module)):
             self.door.refuse("torch.func", self.kind, name)
 
     # Any: a user's values
-    def _after(
+    def after(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
     ) -> None:
         name = self.name_of(module)
@@ -82,7 +77,7 @@ class BackwardPasses:
         autograd.replace_backward_hook(module, self.replaced, hook)
 
     def _place(self, module: nn.Module, call: Call, path: str) -> Place:
-        return Place(self.kind, call[:1], ref(module), call[1], path[1:], suffix=self.suffix)
+        return Place(self.kind, call[:1], ref(module), call[1], path[1:])
 
     def _hooks_at(
         self,
@@ -99,7 +94,7 @@ class BackwardPasses:
         """
         if self.on_inputs:
             values, keywords = args, kwargs
-            is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            is_bare = bare(args, kwargs) is not None
         else:
             is_bare, keywords = not isinstance(output, tuple), {}
             values = output if isinstance(output, tuple) else (output,)
@@ -164,7 +159,8 @@ def _needs_gradient(value: object) -> bool:
 
 @cache
 def _kind(mode: module_hooks.Kind) -> Kind:
-    return Kind("ModuleGradients", mode, modules_of, partial(_watch, mode))
+    suffix = ".input" if mode == "full_backward" else ""
+    return Kind("ModuleGradients", mode, modules_of, partial(_watch, mode), suffix)
 
 
 def _watch(mode: module_hooks.Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
@@ -172,9 +168,9 @@ def _watch(mode: module_hooks.Kind, door: Door, found: Sequence[Named], shared: 
     kind = _kind(mode)
     refuse_scripted(door, kind, found)
     passes = BackwardPasses(kind, door, shared, name_in(found))
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        passes.hook(module)
+    for named in found:
+        passes.hook(named.owners[0])
+    hook_calls(door, found, passes.before, passes.after)
 
 
 @validated
@@ -203,7 +199,3 @@ class ModuleGradients(ModuleSelector):
 
     def kind_at(self, stage: Stage | None) -> Kind:
         return _kind(self.kind)
-
-    @property
-    def suffix(self) -> str:
-        return ".input" if self.kind == "full_backward" else ""

@@ -126,16 +126,17 @@ class Kind:
 
     `things` lists the modules or parameters of a model at which it may have places. `watch`
     registers the hooks on the modules or parameters that a selector may pick: it is called when a
-    surgery is attached, and again after each change of its interventions. `known_at` says when all
-    its places are known: at once, after a forward, or only after a backward pass. `reaches_new`
-    says that its hooks reach modules and parameters that come later, `is_traced` that they may act
-    in compiled code.
+    surgery is attached, and again after each change of its interventions. `suffix` follows the call
+    in the site ids. `known_at` says when all its places are known: at once, after a forward, or
+    only after a backward pass. `reaches_new` says that its hooks reach modules and parameters that
+    come later, `is_traced` that they may act in compiled code.
     """
 
     name: str
     mode: str
     things: Callable[[nn.Module], list[Named]] = field(repr=False)
     watch: Callable[["Door", Sequence[Named], "Shared"], object] = field(repr=False)
+    suffix: str = field(default="", repr=False)
     known_at: Literal["watch", "forward", "backward"] = field(default="forward", repr=False)
     reaches_new: bool = field(default=False, repr=False)
     is_traced: bool = field(default=False, repr=False)
@@ -148,8 +149,8 @@ class Place:
     `names` are all names of a parameter, or the one of a module that its call goes by. `call` is
     the index of that call, or OUTSIDE for one outside of the model's forward. `item` is the path of
     a tensor in nested values, or the edge of a node, `node` the name of an autograd node, and
-    `occurrence` its index among those of the same name in the call. `suffix` follows the call in
-    the site id. The module or parameter is held weakly, as graphs hold places.
+    `occurrence` its index among those of the same name in the call. `suffix` follows that of the
+    kind in the site id. The module or parameter is held weakly, as graphs hold places.
     """
 
     kind: Kind
@@ -176,7 +177,7 @@ class Place:
         """The site id without `item`: several tensors of one call have it in common."""
         call = "" if self.call is None else f"#{max(self.call, 0)}"
         node = f"/{plain(self.node)}[{self.occurrence}]" if self.node else ""
-        return f"{self.names[0]}{call}{self.suffix}{node}"
+        return f"{self.names[0]}{call}{self.kind.suffix}{self.suffix}{node}"
 
     @property
     def aliases(self) -> list[str]:
@@ -622,12 +623,10 @@ class Door(Protocol):
         """
         ...
 
-    def traced(
-        self, kind: Kind, found: Sequence[Named], suffix: str = ""
-    ) -> "Mapping[nn.Module, Traced]":
+    def traced(self, kind: Kind, found: Sequence[Named]) -> "Mapping[nn.Module, Traced]":
         """Return the hook of each of these modules in compiled code; others break its graph.
 
-        Called in `watch` alone. `suffix` is that of the site ids.
+        Called in `watch` alone.
         """
         ...
 

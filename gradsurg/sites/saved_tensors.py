@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites.calls import Shared, modules_of
+from gradsurg.sites.calls import Shared, hook_calls, modules_of
 from gradsurg.sites.node_names import fits_node, plain
 from gradsurg.sites.nodes import Register, nothing_made, watch_nodes
 from gradsurg.sites.places import Door, Hook, Kind, Memory, Named, Place, Stage, Things
@@ -32,33 +32,33 @@ COMPILED_SAVES = (
     "than in eager, and other tensors in them"
 )
 
-Of = Literal["activations", "parameters", "all"]
+ALL = ("activations", "parameters")
 Met = tuple[Hook | None, str]
 """The hook of a saved tensor, None for one that is left alone, and its site."""
 
 
-def _watch_block(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
+def _watch_block(kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Hook everything that is saved in this thread while the block is open."""
     hook = door.meet(Place(kind, (BLOCK,), ref(door.model)))
     if hook is None:
         return
     if hook.stateful:
         door.refuse("stateful transform", kind, BLOCK, what=hook.stateful)
-    met, origins, held = (hook, BLOCK), _Origins(door.model), ref(door)
+    met, origins, held = (hook, BLOCK), _Origins(kind, door.model), ref(door)
 
     def meet(tensor: Tensor) -> Met:
         if compiling.in_compiled() and (open_door := held()):
             open_door.note(kind, COMPILED_SAVES)
-        return met if origins.chooses(of, tensor) else (None, "")
+        return met if origins.chooses(tensor) else (None, "")
 
     pair = _pair(door, kind, meet, autograd.saved_tensor_hooks())
     autograd.push_saved_tensor_hooks(pair)
     door.stack.callback(autograd.remove_saved_tensor_hooks, pair)
 
 
-def _watch_nodes(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
+def _watch_nodes(kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Hook what nodes have saved, at the end of each outermost call of a module."""
-    origins = _Origins(door.model)
+    origins = _Origins(kind, door.model)
 
     def make(door: Door, place: Place) -> Register:
         def register(node: Node) -> None:
@@ -67,7 +67,7 @@ def _watch_nodes(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared:
                 if saved.unpack_hook is not None:
                     door.refuse("other saved-tensor hooks", kind, own.site)
                 # PyTorch checks for in-place changes only without hooks: `read` does so now.
-                if origins.chooses(of, read()) and (hook := door.meet(own)) is not None:
+                if origins.chooses(read()) and (hook := door.meet(own)) is not None:
                     saved.register_hooks(*_pair(door, kind, lambda _, met=(hook, own.site): met))
 
         return register
@@ -89,14 +89,11 @@ class _OpenCall:
     def meet(self, tensor: Tensor) -> Met:
         """Return the hook of a saved tensor."""
         modules = self.modules()  # weakly, as graphs have this method
-        if modules is None or not self.origins.chooses(modules.of, tensor):
+        if modules is None or not self.origins.chooses(tensor):
             return None, ""
-        key = self.place, self.count
+        own = replace(self.place, item=str(self.count))
         self.count += 1
-        if key not in modules.met:
-            own = replace(self.place, item=str(key[1]))
-            modules.met[key] = modules.door.meet(own), own.site
-        return modules.met[key]
+        return modules.door.meet(own), own.site
 
 
 class _OpenCalls(threading.local):
@@ -109,32 +106,19 @@ class _OpenCalls(threading.local):
 class _Modules:
     """What modules save in their calls; of nested ones the innermost has it."""
 
-    def __init__(
-        self, kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared
-    ) -> None:
-        self.kind, self.door, stack = kind, door, door.stack
-        self.of: Of = of
-        self.thread, self.open = shared.follow(stack), _OpenCalls()
+    def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
+        self.kind, self.door = kind, door
+        self.thread, self.open = shared.follow(door.stack), _OpenCalls()
         self.origins: WeakKeyDictionary[nn.Module, _Origins] = WeakKeyDictionary()
-        self.met: dict[tuple[Place, int], Met] = {}
-        stack.callback(self.close)
-        begin = compiling.untraced(self.begin)
-        stack.callback(door.model.register_forward_pre_hook(begin, prepend=True).remove)
-        first = compiling.untraced(self.enter, self.enter_compiled)
-        last = compiling.untraced(self.leave)
-        for _, module, _ in found:
-            assert isinstance(module, nn.Module)
-            stack.callback(module.register_forward_pre_hook(first).remove)
-            stack.callback(module.register_forward_hook(last, always_call=True).remove)
+        door.stack.callback(self.close_all_but)
+        hook_calls(door, found, self.enter, self.leave, always=True)
 
-    def begin(self, module: nn.Module, args: object) -> None:
-        """End calls that a KeyboardInterrupt has left open, as it runs no forward hooks."""
-        if not self.thread.calls.running:
-            self.close()
-
-    def enter(self, module: nn.Module, args: object) -> None:
-        # A recomputation gets no site here: the checkpoint has saved for the forward.
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         calls, opened = self.thread.calls, self.open.calls
+        self.close_all_but(calls.running)
+        if compiling.in_compiled():
+            self.door.note(self.kind, COMPILED_SAVES)
+        # A recomputation gets no site here: the checkpoint has saved for the forward.
         call = calls.next(module)
         place = call and Place(self.kind, call[:1], ref(module), call[1])
         wanted = self.door.wants(place) if place else ()
@@ -144,30 +128,27 @@ class _Modules:
         if opened and any(one not in wanted for one in self.door.wants(opened[-1].place)):
             self.door.refuse("nested modules", self.kind, place.site, outer=opened[-1].place.whole)
         if module not in self.origins:
-            self.origins[module] = _Origins(module)
+            self.origins[module] = _Origins(self.kind, module)
         running = _OpenCall(self, place, self.origins[module])
         opened.append(running)
         calls.enter(module, running)
         autograd.push_saved_tensor_hooks(running.pair)
 
-    def enter_compiled(self, module: nn.Module, args: object) -> None:
-        self.door.note(self.kind, COMPILED_SAVES)
-        self.enter(module, args)
+    def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        calls = self.thread.calls
+        call = calls.leave(module)
+        self.close_all_but(calls.running)
+        if call is not None and not call.count:
+            self.door.none(call.place, "saves no such tensor of its own")
 
-    def leave(self, module: nn.Module, args: object, output: object) -> None:
-        call = self.thread.calls.leave(module)
-        if call is not None:
-            self.close(call)
-            if not call.count:
-                self.door.none(call.place, "saves no such tensor of its own")
+    def close_all_but(self, running: Sequence[tuple[int, object]] = ()) -> None:
+        """End the calls that do not run: this one, and those that others have left open.
 
-    def close(self, call: _OpenCall | None = None) -> None:
-        """End a call and those in it, which the hook of another library may have left open; without
-        a call end all.
+        A KeyboardInterrupt runs no forward hooks, and the pre-hook of another library may raise.
         """
-        calls = self.open.calls
-        while calls and (call is None or call in calls):
-            last = calls.pop()
+        opened = self.open.calls
+        while opened and all(call is not opened[-1] for _, call in running):
+            last = opened.pop()
             autograd.remove_saved_tensor_hooks(last.pair)
             del last.pair  # graphs have the call: no cycle
 
@@ -215,15 +196,13 @@ def _pair(
 class _Origins:
     """Tells parameters, buffers and activations apart among the tensors saved in a module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, kind: Kind, module: nn.Module) -> None:
+        self.chosen = {"all": ALL}.get(of := kind.mode.split()[1], (of,))
         self.params, self.buffers = autograd.tensor_tables(module)
 
-    def chooses(self, of: Of, tensor: Tensor) -> bool:
-        """Return whether a saved tensor is of a kind."""
-        if not tensor.is_floating_point():
-            return False
-        origin = self._of(tensor)
-        return origin == of or (of == "all" and origin != "buffers")
+    def chooses(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is changed."""
+        return tensor.is_floating_point() and self._of(tensor) in self.chosen
 
     def _of(self, tensor: Tensor) -> Literal["activations", "parameters", "buffers"]:
         params = [param for table in self.params for param in table.values() if param is not None]
@@ -256,17 +235,17 @@ def _block_of(model: nn.Module) -> list[Named]:
 
 
 @cache
-def _kind(mode: str, of: Of) -> Kind:
+def _kind(mode: str, of: str) -> Kind:
     watch = {BLOCK: _watch_block, "module": _Modules, "node": _watch_nodes}[mode]
-    things, known_at = (_block_of, "watch") if mode == BLOCK else (modules_of, "forward")
 
     def begin(door: Door, found: Sequence[Named], shared: Shared) -> None:
         if of != "all" and any(map(is_parametrized, door.model.modules())):
             door.note(kind, PARAMETRIZED)
-        watch(kind, of, door, found, shared)
+        watch(kind, door, found, shared)
 
-    reaches_new, name = mode == BLOCK, f"{mode} {of}"
-    kind = Kind("SavedTensors", name, things, begin, known_at=known_at, reaches_new=reaches_new)
+    kind = Kind("SavedTensors", f"{mode} {of}", modules_of, begin)
+    if mode == BLOCK:
+        kind = replace(kind, things=_block_of, known_at="watch", reaches_new=True)
     return kind
 
 

@@ -98,12 +98,7 @@ class ModuleSelector(NamedSelector):
         return self.call is None
 
     def expected(self, name: str) -> str:
-        return f"{name}#{self.call or 0}{self.suffix}"
-
-    @property
-    def suffix(self) -> str:
-        """The end of its site ids, after the call."""
-        return ""
+        return f"{name}#{self.call or 0}{self.kind_at(None).suffix}"
 
     def check(self, things: Things, memory: Memory) -> None:
         if memory.near[self]:

@@ -118,9 +118,7 @@ class Notebook:
         wanted = [place for place in places if self.wants(place)]
         return self._hook(wanted[0].site, wanted) if wanted else None
 
-    def traced(
-        self, kind: Kind, found: Sequence[Named], suffix: str = ""
-    ) -> dict[nn.Module, Traced]:
+    def traced(self, kind: Kind, found: Sequence[Named]) -> dict[nn.Module, Traced]:
         return {}  # the forward of a copy runs, which is not compiled
 
     def meet_all(

@@ -14,6 +14,7 @@ import gradsurg as gs
 from gradsurg.experiment.build import build
 from gradsurg.experiment.compose import CONFIG_DIR, compose_config, plain, register
 from gradsurg.experiment.errors import ConfigError
+from gradsurg.plugins.fields import SelectionError
 from gradsurg.sites.places import Named, Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 from tests.sites.points import Double, Made, recomputed
@@ -324,3 +325,10 @@ def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> N
     assert len(caught.value.faults) == len(faults), caught.value.faults
     for fault, expected in zip(caught.value.faults, faults, strict=True):
         assert fault.startswith(expected)
+
+
+def test_a_part_of_an_intersection_that_matches_nothing_is_named() -> None:
+    part = gs.Outputs("frist")
+    with pytest.raises(SelectionError, match="Did you mean 'first'") as caught:
+        (gs.Outputs("first") & part).find(small())
+    assert caught.value.owner is part

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.places import Selector
+from gradsurg.torch_internals import module_hooks
 from gradsurg.transforms.base import Transform
 from tests.nets import attached, gradients, num_hooks
 from tests.sites.points import (
@@ -125,6 +126,16 @@ def test_two_interventions_on_one_input_act_in_order(first: Any, second: Any) ->
     with gs.Surgery(noop, clip, scale).attach(model):
         model(x * 1).sum().backward()
     assert grad_of(x) == [1.0 if (first, second) == ("total", "branch") else 10.0]
+
+
+def test_all_hooks_on_one_leaf_are_removed() -> None:
+    model, x = Made(lambda self, x: self.f(x) + self.g(x), f=Double(), g=Double()), point()
+    items = [gs.Intervention(TEN, gs.Inputs(name, path="total")) for name in ("f", "g")]
+    with gs.Surgery(*items).attach(model):
+        model(x).backward()
+        assert len(module_hooks.hooks_of(x)) == 2
+    assert len(module_hooks.hooks_of(x)) == 0
+    assert grad_of(x) == [400.0]
 
 
 @pytest.mark.parametrize(

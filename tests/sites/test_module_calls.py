@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradsurg as gs
-from tests.sites.points import TEN, Made, passed, point
+from tests.nets import attached
+from tests.sites.points import TEN, Made, grad_of, passed, point
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +98,12 @@ def test_a_module_returns_or_takes_any_holder_of_tensors(at: Any, held: str) -> 
     if changes_values:
         with gs.Surgery(gs.Intervention(TEN, at)).attach(model):
             assert model(point()).item() == 60.0
+
+
+def test_a_module_added_to_the_model_is_a_site_of_interventions_added_later() -> None:
+    model, x = nn.Sequential(nn.Identity()), point()
+    with attached(model, TEN, gs.Outputs("0")) as live:
+        model.append(nn.ReLU())
+        live.add(gs.Intervention(TEN, at=gs.Outputs("1")))
+        model(x).backward()
+    assert grad_of(x) == [100.0]

@@ -160,6 +160,22 @@ def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> 
     assert grad_of(x) == [60.0]
 
 
+def test_an_interrupted_forward_leaves_no_hooks_active_in_the_next_one() -> None:
+    def interrupt(module: nn.Module, args: object) -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(Square())
+    with attached(model, TEN, gs.SavedTensors()):
+        handle = model[0].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(point(3.0))
+        handle.remove()
+        x = point(3.0)
+        model(x).sum().backward()
+        assert autograd.saved_tensor_hooks() is None
+    assert grad_of(x) == [60.0]
+
+
 # Other hooks for saved tensors.
 
 

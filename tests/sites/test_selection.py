@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 import gradsurg as gs
+from gradsurg.sites.calls import modules_of
 from gradsurg.sites.places import Selector
+from gradsurg.sites.selection import one_scan
+from gradsurg.sites.selectors import params_of
 from tests.nets import attached, small
 from tests.sites.points import met
 
@@ -142,3 +145,11 @@ def test_a_model_is_scanned_once_while_a_surgery_attaches(monkeypatch: pytest.Mo
     for kind in (gs.Parameters, gs.Outputs, gs.Nodes):
         at = (lambda name: gs.Nodes("Addmm", name)) if kind is gs.Nodes else kind
         assert scans_with(9, at) <= scans_with(1, at) + 8  # the hooks of the model may ask again
+
+
+def test_a_model_is_scanned_once_for_all_kinds() -> None:
+    model = Net()
+    with one_scan(model):
+        assert params_of(model) is params_of(model)
+        assert modules_of(model) is modules_of(model)
+    assert params_of(model) is not params_of(model)
