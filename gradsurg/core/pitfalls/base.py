@@ -1,8 +1,7 @@
-"""The base of all pitfalls, their rows, and what they see of an attached surgery."""
+"""The base of all pitfalls, their cells, and what they see of an attached surgery."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
@@ -28,21 +27,31 @@ Operation = Any
 class Cell(NamedTuple):
     """What kinds of site do in a context where they do not simply act.
 
-    `outcome` is "refused" if gradsurg raises `error`, "warned" if the hook acts and gradsurg warns,
-    "reported" if the ledger shows a site without a gradient, and "n/a" if PyTorch raises an error,
-    also without hooks. `text` completes "<kind>: <text>" with the reason and the way out; names in
-    braces are filled in.
+    `kinds` are names, each alone or as `kind.mode`, or "*" for all. `text` completes
+    "<kind>: <text>" with the reason and the way out; names in braces are filled in.
     """
 
-    outcome: Outcome
-    text: str
+    context: str
+    kinds: str
     error: type[Exception] = RuntimeError
+    outcome: Outcome = "refused"
+    text: str = ""
 
+    def refused(self, text: str) -> "Cell":
+        """The cell, where gradsurg raises `error`."""
+        return self._replace(outcome="refused", text=text)
 
-refused = partial(Cell, "refused")
-warned = partial(Cell, "warned")
-reported = partial(Cell, "reported")
-impossible = partial(Cell, "n/a")
+    def warned(self, text: str) -> "Cell":
+        """The cell, where the hook acts and gradsurg warns."""
+        return self._replace(outcome="warned", text=text)
+
+    def reported(self, text: str) -> "Cell":
+        """The cell, where the ledger shows a site without a gradient."""
+        return self._replace(outcome="reported", text=text)
+
+    def impossible(self, text: str) -> "Cell":
+        """The cell, where PyTorch raises an error, also without hooks."""
+        return self._replace(outcome="n/a", text=text)
 
 
 class AttachmentLike(Protocol):
@@ -63,24 +72,12 @@ class AttachmentLike(Protocol):
     is_compiled: bool
     scaler: torch.amp.GradScaler | None
     steps: Any  # Any: of a floor above
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def operations(self) -> Sequence[Operation]: ...
-
-    @property
-    def states(self) -> Mapping[str, Mapping[str, torch.Tensor]]: ...
-
-    @property
-    def modules(self) -> Mapping[nn.Module, Sequence[str]]: ...
-
-    @property
-    def params(self) -> Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]: ...
-
-    @property
-    def at_first_steps(self) -> list[Callable[[], None]]: ...
+    model: nn.Module
+    operations: Sequence[Operation]
+    states: Mapping[str, Mapping[str, torch.Tensor]]
+    modules: Mapping[nn.Module, Sequence[str]]
+    params: Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]
+    at_first_steps: list[Callable[[], None]]
 
     def expect_unmet(self) -> None: ...
 
@@ -95,19 +92,16 @@ Texts = Iterable[str] | None
 
 
 class Pitfall:
-    """A way in which PyTorch's hooks mislead, with its `rows` of the table of contexts.
-
-    The key of a row is a context, with names of kinds of site, each alone or as `kind.mode`, or "*"
-    for all.
+    """A way in which PyTorch's hooks mislead, with its `cells` of the table of contexts.
 
     A pitfall may listen at moments of a surgery: it overrides their methods, and others are not
-    entered. Its object is made for one attachment of which a kind is in its rows, and none in
+    entered. Its object is made for one attachment of which a kind is in its cells, and none in
     `shadow` without effects. Texts that a method returns are told at once, each once. `stack`
     takes the removals of hooks; it is closed with the surgery, also if that is dropped. `done` are
     the moments at which it need not listen any more.
     """
 
-    rows: ClassVar[Mapping[tuple[str, str], Cell]] = {}
+    cells: ClassVar[tuple[Cell, ...]] = ()
 
     def __init__(self) -> None:
         self.stack = ExitStack()
@@ -115,9 +109,8 @@ class Pitfall:
 
     @classmethod
     def text(cls, context: str, **found: object) -> str:
-        """The text of the row of a context, with the names in braces filled in."""
-        texts = [cell.text for (name, _), cell in cls.rows.items() if name == context]
-        return texts[0].format(**found)
+        """The text of the cell of a context, with the names in braces filled in."""
+        return next(cell.text for cell in cls.cells if cell.context == context).format(**found)
 
     def attached(self, attachment: AttachmentLike) -> Texts:
         """All is hooked; again after each change of the interventions."""

@@ -1,11 +1,10 @@
 """Hooks of C++ code replace those of Python."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from torch import Tensor
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Operation, Pitfall, warned
+from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Operation, Pitfall
 from gradsurg.torch_internals import autograd
 
 
@@ -22,12 +21,12 @@ class DiscardedHooks(Pitfall):
     https://docs.pytorch.org/cppdocs/api/classat_1_1_tensor.html, `register_hook`.
     """
 
-    rows: ClassVar = {
-        ("hooks of C++ code", "Parameters.backward"): warned(
+    cells = (
+        Cell("hooks of C++ code", "Parameters.backward").warned(
             "a hook that C++ code registered on {names} has discarded the one here; since then "
             "gradients passed unchanged; use stage='accumulated'"
         ),
-    }
+    )
 
     def __init__(self) -> None:
         super().__init__()
