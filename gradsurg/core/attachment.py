@@ -28,7 +28,7 @@ from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import names_of, one_scan, owned_params
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
@@ -69,6 +69,7 @@ class Attachment:
         self.states = {} if states is None else states
         self.seed, self.rank, self.processes, self.shadow = seed, rank, processes, shadow
         self.conflict_every, self.scaler = conflict_every, scaler
+        self.start = self.clock.step
         self.factor = 1.0  # of the losses of `live.backward`
         self.ledger, self.steps, self.leaves = Ledger(), OptimizerSteps(), Leaves()
         self.warned: set[str] = set()
@@ -85,8 +86,6 @@ class Attachment:
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
         self.shared = Shared(model)
-        self._watching = ExitStack()  # the hooks that are no kind's
-        self._listens_to_forward = False
         self.ended = ExitStack()  # the hook that checks the places after the first forward
         self._lock = RLock()  # two threads may meet a place for the first time
         self._met: dict[Place, Joint | None] = {}
@@ -319,7 +318,6 @@ class Attachment:
         with ExitStack() as stack:  # all of them, also if removing one fails
             for each in (
                 *self._stacks.values(),
-                self._watching,
                 self.ended,
                 self.leaves,
                 self.shared,
@@ -598,14 +596,6 @@ class Attachment:
                 self._pitfalls[pitfall] = made = pitfall()
                 for moment in LISTENING[pitfall]:
                     self.listeners[moment].append(getattr(made, moment))
-        if self.listeners["forward_ended"] and self.processes > 1 and not self._listens_to_forward:
-            self._listens_to_forward = True
-
-            @compiling.untraced
-            def ended(module: nn.Module, args: object, output: object) -> None:
-                self.tell("forward_ended", output)
-
-            self._watching.callback(self.model.register_forward_hook(ended).remove)
 
     def near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """Those at which a place may be picked."""

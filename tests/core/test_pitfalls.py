@@ -113,7 +113,7 @@ class Surgery:
     def __init__(self, *operations: Operation, model: nn.Module | None = None) -> None:
         self.operations, self.model = operations, model or small()
         self.clock, self.ledger, self.steps = Clock(), Ledger(), OptimizerSteps()
-        self.states: dict[str, Any] = {}
+        self.start, self.states = 0, dict[str, Any]()
         self.shadow, self.is_compiled, self.processes, self.scaler = False, False, 2, None
         self.told: dict[str, str] = {}
         self.at_first_steps: list[Callable[[], None]] = []
@@ -228,7 +228,6 @@ def test_discarded_hooks_are_told_where_no_hook_was_called(monkeypatch: pytest.M
     late = gs.Intervention(gs.Clip(1.0), gs.Parameters(stage="accumulated"))
     sites = {"first.weight": 1, "first.bias": 1, "last.bias": 1, "first#0": 1}
     surgery, pitfall = Surgery(Operation(CLIP, sites), Operation(late, sites)), DiscardedHooks()
-    pitfall.attached(surgery)
     assert texts(pitfall.closed(surgery)) == ""  # there is no gradient
     surgery.operations[0].hooks["last.bias"].contexts[0].step = 1
     surgery.clock.step = 2
@@ -248,7 +247,6 @@ def test_discarded_hooks_are_told_of_gradients_where_no_step_is_counted(
         Surgery(Operation(CLIP, {"first.weight": 1, "first.bias": 1})),
         DiscardedHooks(),
     )
-    pitfall.attached(surgery)
     surgery.model.first.bias.grad = torch.zeros(5)
     assert "registered on first.bias has" in texts(pitfall.closed(surgery))
 
@@ -277,7 +275,6 @@ def test_acting_before_the_average_of_several_processes_is_noted(
     model = inner if is_around else nn.Sequential(wrapper)
     surgery, pitfall = Surgery(*operations, model=model), BeforeAverage()
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 3)
-    model.register_forward_hook(lambda *args: pitfall.forward_ended(surgery, args[-1]))
     pitfall.attached(surgery)
     assert bool(operations[0].notes) != is_around
     wrapper(torch.ones(1, 1))
@@ -358,7 +355,8 @@ def test_a_trigger_whose_clock_stands_still_is_told(
     item: Intervention, steps: int, epochs: int, told: str
 ) -> None:
     surgery, pitfall = Surgery(Operation(item)), StepHooks()
-    surgery.clock.step, surgery.clock.counted_epochs = 5, 3
+    surgery.start = surgery.clock.step = 5
+    surgery.clock.counted_epochs = 3
     pitfall.attached(surgery)
     surgery.clock.step += steps
     surgery.clock.counted_epochs += epochs

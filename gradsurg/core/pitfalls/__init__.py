@@ -67,8 +67,8 @@ CELLS = tuple(
 """The cells of all pitfalls, each with one kind."""
 
 MOMENTS = (
-    *("attached", "first_gradient", "further_gradient", "forward_ended", "step_ended"),
-    *("first_steps_ended", "closed"),
+    *("attached", "first_gradient", "further_gradient", "step_ended", "first_steps_ended"),
+    "closed",
 )
 """The methods by which a pitfall listens."""
 

@@ -57,15 +57,17 @@ class Cell(NamedTuple):
 class AttachmentLike(Protocol):
     """An `Attachment`, as a pitfall sees it; its `steps` are `OptimizerSteps`.
 
-    `is_compiled` says that the compiled form of the model was attached, `scaler` is the GradScaler
-    that was given to `attach`, `warn_once` tells a text at once, and once for each `key`.
-    `tell_scaler` tells the aggregators of a scaler that was found. `expect_unmet` enters into the
-    ledger the names at which no site was met. `tell` lets the pitfalls know of a moment.
-    `modules`, with their names, and `params`, with names and owners, are read once for all that
-    attach or close. `at_first_steps` are called once, when the first steps have ended.
+    `start` is the step at which it was attached. `is_compiled` says that the compiled form of the
+    model was, `scaler` is the GradScaler that was given to `attach`. `modules`, with their names,
+    and `params`, with names and owners, are read once for all that attach or close.
+    `at_first_steps` are called when the first steps have ended. `expect_unmet` enters into the
+    ledger the names at which no site was met, `tell` lets the pitfalls know of a moment,
+    `tell_scaler` the aggregators of a scaler that was found, and `warn_once` warns at once, and
+    once for each `key`.
     """
 
     clock: Clock
+    start: int
     ledger: Ledger
     shadow: bool
     processes: int
@@ -120,9 +122,6 @@ class Pitfall:
 
     def further_gradient(self, attachment: AttachmentLike, hook: SiteHook, call: int) -> Texts:
         """A further gradient of the same step has come at a site; `call` counts from 0."""
-
-    def forward_ended(self, attachment: AttachmentLike, output: object) -> Texts:
-        """A forward pass of the model has ended."""
 
     def step_ended(self, attachment: AttachmentLike) -> Texts:
         """A step of the optimizer has ended, and is counted."""

@@ -4,7 +4,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Pitfall
-from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals import autograd, compiling
 
 
 class OneCommunicationHook(Pitfall):
@@ -62,13 +62,17 @@ class BeforeAverage(Pitfall):
     )
 
     def attached(self, attachment: AttachmentLike) -> None:
-        if attachment.processes > 1:
-            for module in attachment.modules:
-                self._note(attachment, module)
+        if attachment.processes == 1:
+            return
+        for module in attachment.modules:
+            self._note(attachment, module)
 
-    def forward_ended(self, attachment: AttachmentLike, output: object) -> None:
-        if attachment.processes > 1:
+        @compiling.untraced
+        def ended(module: nn.Module, args: object, output: object) -> None:
             self._note(attachment, autograd.active_ddp())
+
+        self.stack.close()  # for earlier interventions
+        self.stack.callback(attachment.model.register_forward_hook(ended).remove)
 
     def _note(self, attachment: AttachmentLike, module: nn.Module | None) -> None:
         if not isinstance(module, DistributedDataParallel):

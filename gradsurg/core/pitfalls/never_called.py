@@ -43,12 +43,9 @@ class NeverCalled(Pitfall):
 
     def __init__(self) -> None:
         super().__init__()
-        self._start: int | None = None
         self._was_compiled: dict[Operation, bool] = {}
 
     def attached(self, attachment: AttachmentLike) -> None:
-        if self._start is None:
-            self._start = attachment.clock.step
         for operation in attachment.operations:
             self._was_compiled.setdefault(operation, compiling.has_compiled())
 
@@ -69,7 +66,7 @@ class NeverCalled(Pitfall):
         reasons = {each.label: self._reason(attachment, each) for each in attachment.operations}
         for label in [*attachment.ledger.sites]:
             reason = reasons.get(label, "")
-            yield from attachment.ledger.warnings(label, self._start or 0, reason)
+            yield from attachment.ledger.warnings(label, attachment.start, reason)
         for label, reason in reasons.items():
             if not attachment.ledger.of(label):
                 text = "attached, but none of its sites was met: was the model called?"

@@ -67,7 +67,7 @@ class StepHooks(Pitfall):
     def __init__(self) -> None:
         super().__init__()
         self._attachment: ref[AttachmentLike] | None = None
-        self._start = 0, 0
+        self._epochs = 0  # counted when it was attached
         self._counted = 0
         self._watched: set[int] = set()
         self._seen: dict[int, _Seen] = {}  # the watched parameters that had a gradient
@@ -75,8 +75,7 @@ class StepHooks(Pitfall):
 
     def attached(self, attachment: AttachmentLike) -> None:
         self.done.add("attached")
-        self._attachment, clock = ref(attachment), attachment.clock
-        self._start = clock.step, clock.counted_epochs
+        self._attachment, self._epochs = ref(attachment), attachment.clock.counted_epochs
         # A surgery that changes weights in each forward hides whether a step has changed them.
         if not any(
             each.stage == "forward" and each.intervention.at.changed_tensors == "weights"
@@ -98,7 +97,7 @@ class StepHooks(Pitfall):
         if any(entry.calls for entry in attachment.ledger):
             yield from self._uncounted(attachment)
             clock, parts = attachment.clock, _parts(attachment)
-            has_moved = clock.epoch_length is not None or clock.counted_epochs > self._start[1]
+            has_moved = clock.epoch_length is not None or clock.counted_epochs > self._epochs
             if not has_moved and any(
                 isinstance(each, Epochs) and not each.length for each in parts
             ):
@@ -106,7 +105,7 @@ class StepHooks(Pitfall):
 
     def _uncounted(self, attachment: AttachmentLike) -> Iterator[str]:
         """Yield a text about triggers whose clock has not advanced since the surgery began."""
-        clock, start = attachment.clock, self._start[0]
+        clock, start = attachment.clock, attachment.start
         timed = {
             type(each).__name__
             for each in _parts(attachment)

@@ -150,22 +150,20 @@ class Parametrized(Pitfall):
     )
 
     def attached(self, attachment: AttachmentLike) -> None:
-        lists = [each for each in attachment.modules if isinstance(each, ParametrizationList)]
-        for operation in attachment.operations if lists else ():
-            for kind in operation.kinds:
-                things = {each.names[0]: each for each in kind.things(attachment.model)}
-                for module in lists:
-                    path = attachment.modules[module][0]
-                    prefix, _, tensor = path.rpartition("parametrizations.")
-                    owner = attachment.model.get_submodule(prefix.rstrip("."))
-                    parts = dict(module.named_parameters(path, recurse=False))
-                    # The selector misses what it would pick under the name of the tensor.
-                    behind = [things[name] for name in parts if name in things]
-                    name = prefix + tensor
-                    named = [each._replace(names=(name,), owners=(owner,)) for each in behind]
-                    is_selected = any((kind, each.names[0]) in operation.near for each in behind)
-                    if not is_selected and any(
-                        leaf.near(each) for leaf in operation.leaves for each in named
-                    ):
-                        text = self.text("parametrized", name=name, parameters=", ".join(parts))
-                        operation.note(text)
+        model, named = attachment.model, attachment.modules
+        lists = [each for each in named if isinstance(each, ParametrizationList)]
+        operations = attachment.operations if lists else ()
+        for operation, kind in ((each, kind) for each in operations for kind in each.kinds):
+            params = [each for each in kind.things(model) if isinstance(each.thing, Tensor)]
+            for module in lists:
+                prefix, _, tensor = named[module][0].rpartition("parametrizations.")
+                name, owner = prefix + tensor, model.get_submodule(prefix.rstrip("."))
+                behind = [each for each in params if module in each.owners]
+                # The selector misses what it would pick under the name of the tensor.
+                is_missed = not any((kind, each.names[0]) in operation.near for each in behind)
+                renamed = [each._replace(names=(name,), owners=(owner,)) for each in behind]
+                if is_missed and any(
+                    leaf.near(each) for leaf in operation.leaves for each in renamed
+                ):
+                    parts = ", ".join(each.names[0] for each in behind)
+                    operation.note(self.text("parametrized", name=name, parameters=parts))
