@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.live import Live
-from gradsurg.core.pitfalls.optimizer_steps import UncountedSteps
+from gradsurg.core.pitfalls.optimizer_steps import StepHooks
 from gradsurg.core.surgery import Surgery
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.places import Selector
@@ -140,4 +140,4 @@ def num_watching(model: nn.Module) -> int:
     """Count the hooks of the first steps on a model's parameters."""
     tables = [getattr(param, "_post_accumulate_grad_hooks", None) for param in model.parameters()]
     hooks = [hook for table in tables if table for hook in table.values()]
-    return sum(isinstance(getattr(hook, "__self__", None), UncountedSteps) for hook in hooks)
+    return sum(isinstance(getattr(hook, "__self__", None), StepHooks) for hook in hooks)

@@ -29,7 +29,7 @@ from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import names_of, one_scan
 from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
@@ -74,6 +74,7 @@ class Attachment:
         self.rank, self.processes = rank, processes
         self.shadow = shadow  # effects are measured, and no result is used
         self.is_compiled = is_compiled  # whether `attach` was given the result of torch.compile
+        self.start = self.clock.step  # the step at which this block began
         self.factor = 1.0  # of the losses of `live.backward`
         self.ledger, self.steps, self.leaves = Ledger(), OptimizerSteps(), Leaves()
         self.operations: list[Operation] = []  # the interventions with a transform, in order
@@ -90,8 +91,7 @@ class Attachment:
         # hook that checks the places after the first forward.
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
-        self._watching, self.ended = ExitStack(), ExitStack()
-        self._listens_to_forward = False
+        self.ended = ExitStack()
         self.shared = Shared(model)  # the numbers of the calls of modules
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         # Caches, emptied whenever the interventions change: the hook of a place, and the
@@ -334,7 +334,6 @@ class Attachment:
         with ExitStack() as stack:  # closes all of them, also if removing one fails
             for each in (
                 *self._stacks.values(),
-                self._watching,
                 self.ended,
                 self.leaves,
                 self.shared,
@@ -619,14 +618,6 @@ class Attachment:
                 self._pitfalls[pitfall] = made = pitfall()
                 for moment in LISTENING[pitfall]:
                     self.listeners[moment].append(getattr(made, moment))
-        if self.listeners["forward_ended"] and self.processes > 1 and not self._listens_to_forward:
-            self._listens_to_forward = True
-
-            @compiling.untraced
-            def ended(module: nn.Module, args: object, output: object) -> None:
-                self.tell("forward_ended", output)
-
-            self._watching.callback(self.model.register_forward_hook(ended).remove)
 
     def near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """Those at which a place may be picked."""

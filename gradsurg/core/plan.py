@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradsurg.core.intervention import Intervention
-from gradsurg.core.pitfalls import visible_rows
+from gradsurg.core.pitfalls import visible_cells
 from gradsurg.core.traced import why_it_breaks
 from gradsurg.sites.model_tree import tree
 from gradsurg.sites.selection import inner_model, params_by_name
@@ -61,10 +61,10 @@ def plan_of(surgery: "Surgery", model: nn.Module, example_input: Any) -> str:
 
 def _contexts(item: Intervention, model: nn.Module) -> list[str]:
     """Return a line for each cell of the table of contexts that applies to a model as it is."""
-    rows = visible_rows(item.at, model, "" if item.aggregator else item.stage)
+    cells = visible_cells(item.at, model, "" if item.aggregator else item.stage)
     lines = [
-        f"  {row.label} {row.cell.outcome} in {row.context}: {row.cell.text}"
-        for row in dict.fromkeys(rows)
+        f"  {cell.kinds.replace('.', ' ')} {cell.outcome} in {cell.context}: {cell.text}"
+        for cell in dict.fromkeys(cells)
     ]
     if item.aggregator is None and any(map(compiling.is_compiled, model.modules())):
         kinds = [leaf.kind_at(item.stage) for leaf in item.at.leaves]

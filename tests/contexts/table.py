@@ -1,6 +1,6 @@
 """Write the table of contexts and its reasons: python -m tests.contexts.table
 
-Into gradsurg/sites/README.md, from the rows of gradsurg/core/pitfalls.
+Into gradsurg/sites/README.md, from the cells of gradsurg/core/pitfalls.
 """
 
 import re
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from gradsurg.core import pitfalls
-from gradsurg.core.pitfalls import CONTEXTS, ROWS, Row, rows_of
+from gradsurg.core.pitfalls import CELLS, CONTEXTS, Cell, cells_of
 from tests.contexts.kinds import BEGIN, END, README, kind_of
 
 
 def stated(name: str, context: str) -> str:
-    """Return the outcome in the rows."""
-    rows = {of.context: of.cell.outcome for of in rows_of(kind_of(name).make())}
+    """Return the outcome in the cells."""
+    rows = {of.context: of.outcome for of in cells_of(kind_of(name).make())}
     return rows.get(context, "acts")
 
 
@@ -26,21 +26,22 @@ def table() -> str:
     lines.append("")
     for context, meaning in CONTEXTS.items():
         lines.append(f"- **{context}**: {meaning}")
-        lines += _reasons(of for of in ROWS if of.context == context)
+        lines += _reasons(of for of in CELLS if of.context == context)
     lines += ["", "In contexts that are not in the table:", ""]
-    others = [of for of in ROWS if of.context not in CONTEXTS]
+    others = [of for of in CELLS if of.context not in CONTEXTS]
     for context in dict.fromkeys(of.context for of in others):
         lines.append(f"- **{context}**")
         lines += _reasons(of for of in others if of.context == context)
     return "\n".join(lines)
 
 
-def _reasons(rows: Iterable[Row]) -> list[str]:
+def _reasons(rows: Iterable[Cell]) -> list[str]:
     """Return a line for each reason, with the kinds that have it."""
     lines = []
-    for cell, same in groupby(rows, lambda of: of.cell):
-        shown = re.sub(r"'?\{(\w+)\}'?", r"*\1*", cell.text)
-        lines.append(f"  - *{cell.outcome}*: {', '.join(of.label for of in same)}: {shown}")
+    for (outcome, text), same in groupby(rows, lambda of: (of.outcome, of.text)):
+        names = [of.kinds.replace(".", " ").replace("*", "every kind") for of in same]
+        shown = re.sub(r"'?\{(\w+)\}'?", r"*\1*", text)
+        lines.append(f"  - *{outcome}*: {', '.join(names)}: {shown}")
     return lines
 
 

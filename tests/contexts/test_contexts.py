@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from gradsurg.core import pitfalls
-from gradsurg.core.pitfalls import CONTEXTS, ROWS
+from gradsurg.core.pitfalls import CELLS, CONTEXTS
 from gradsurg.plugins.registry import find, names
 from gradsurg.sites.places import Selector
 from tests.contexts.contexts import STEPS
@@ -39,14 +39,14 @@ def test_every_kind_and_context_is_in_the_table_once() -> None:
     kinds = {find("sites", stem).__name__ for stem in names("sites")} - {"Combined"}
     assert {kind.partition(".")[0] for kind in pitfalls.KINDS} == kinds
     assert [*STEPS] == [*CONTEXTS]
-    assert {of.kind.partition(".")[0] for of in ROWS} <= kinds | {
+    assert {of.kinds.partition(".")[0] for of in CELLS} <= kinds | {
         "*",
         "SharedParameters",
         "MatchedUpdates",
     }
-    assert {of.cell.outcome for of in ROWS} == {"warned", "reported", "refused", "n/a"}
+    assert {of.outcome for of in CELLS} == {"warned", "reported", "refused", "n/a"}
     for kind in KINDS.values():
-        cells = Counter(of.context for of in pitfalls.rows_of(kind.make()))
+        cells = Counter(of.context for of in pitfalls.cells_of(kind.make()))
         assert [context for context, number in cells.items() if number > 1] == []
 
 
@@ -66,9 +66,9 @@ def test_a_refusal_names_kind_site_reason_and_way_out() -> None:
     assert str(error).startswith("Parameters: site 'a': the surgery has the state of 2 processes, ")
     assert str(error).endswith("; found 3 processes.")
     error = pitfalls.refusal(gs.Outputs(), "TorchScript", site="a#0")
-    assert str(error).endswith(f"'a#0': {pitfalls.row(gs.Outputs(), 'TorchScript').cell.text}")
+    assert str(error).endswith(f"'a#0': {pitfalls.cell(gs.Outputs(), 'TorchScript').text}")
     with pytest.raises(KeyError, match="Parameters in FSDP2"):
-        pitfalls.row(gs.Parameters(), "FSDP2", stage="step")
+        pitfalls.cell(gs.Parameters(), "FSDP2", stage="step")
 
 
 def _wrapped(reentrant: bool) -> nn.Module:
@@ -122,8 +122,8 @@ def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str) -> None:
 
 def test_a_plan_has_the_cells_of_the_contexts_that_are_seen() -> None:
     at = gs.Nodes("Relu")
-    surgery, row = gs.Surgery(gs.Intervention(gs.Scale(2.0), at)), pitfalls.row(at, COMPILED)
-    expected = f"  {row.label} {row.cell.outcome} in {COMPILED}: {row.cell.text}"
+    surgery, cell = gs.Surgery(gs.Intervention(gs.Scale(2.0), at)), pitfalls.cell(at, COMPILED)
+    expected = f"  {cell.kinds.replace('.', ' ')} {cell.outcome} in {COMPILED}: {cell.text}"
     assert expected in surgery.plan(torch.compile(small(), backend="eager"))  # type: ignore[arg-type]
     assert COMPILED not in surgery.plan(small())
 
@@ -141,7 +141,7 @@ def test_what_the_table_refuses_is_refused_before_the_optimizer_is_known(
 ) -> None:
     model = make()
     context = pitfalls.visible_contexts(model)[-1]
-    with pytest.raises(pitfalls.row(at, context).cell.error) as caught:
+    with pytest.raises(pitfalls.cell(at, context).error) as caught:
         gs.Surgery(gs.Intervention(transform, at)).start(model)
     assert str(caught.value) == str(pitfalls.refusal(at, context))
     assert num_hooks(model) == num_hooks(make())
@@ -198,7 +198,7 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
     assert checkpointed == pytest.approx(expected)
     assert (plain != checkpointed) == (at in SEVERAL)
     with nullcontext() if at in SEVERAL else pytest.raises(KeyError):
-        assert pitfalls.row(at, "shared weight, reentrant checkpoint").cell.outcome == "warned"
+        assert pitfalls.cell(at, "shared weight, reentrant checkpoint").outcome == "warned"
 
 
 @pytest.mark.parametrize("at", [*[*SEVERAL][:2], gs.Uses("part.weight")], ids=repr)

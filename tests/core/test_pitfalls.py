@@ -25,14 +25,14 @@ from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.pitfalls import PITFALLS, Pitfall
 from gradsurg.core.pitfalls.accumulation import PartsOfASum
-from gradsurg.core.pitfalls.checkpoints import GraphInBackward
-from gradsurg.core.pitfalls.compiled import LateHooks
+from gradsurg.core.pitfalls.checkpoints import SecondCalls
+from gradsurg.core.pitfalls.compiled import OtherCode
 from gradsurg.core.pitfalls.ddp import BeforeAverage
 from gradsurg.core.pitfalls.discarded_hooks import DiscardedHooks
 from gradsurg.core.pitfalls.loss_scale import LossScale
 from gradsurg.core.pitfalls.nan_states import NanStates
 from gradsurg.core.pitfalls.never_called import NeverCalled
-from gradsurg.core.pitfalls.optimizer_steps import UncountedSteps
+from gradsurg.core.pitfalls.optimizer_steps import StepHooks
 from gradsurg.core.pitfalls.replaced import Replaced
 from gradsurg.core.pitfalls.two_surgeries import TwoSurgeries
 from gradsurg.effects.effects import Effects
@@ -74,13 +74,13 @@ def test_the_example_of_a_pitfall_runs(pitfall: type[Pitfall]) -> None:
 def test_a_pitfall_is_explained_and_has_an_outcome(pitfall: type[Pitfall]) -> None:
     assert pitfall.__doc__
     assert sys.modules[pitfall.__module__].__doc__
-    assert pitfall.rows
-    for (context, kinds), cell in pitfall.rows.items():
-        assert context
-        assert kinds
+    assert pitfall.cells
+    for cell in pitfall.cells:
+        assert cell.context
+        assert cell.kinds
         assert cell.text
         # PyTorch itself raises the error of one of them.
-        is_of_pytorch = (context, kinds) == ("checkpoint, reentrant", "Captured")
+        is_of_pytorch = (cell.context, cell.kinds) == ("checkpoint, reentrant", "Captured")
         assert (cell.outcome == "n/a") == is_of_pytorch
 
 
@@ -113,7 +113,7 @@ class Surgery:
     def __init__(self, *operations: Operation, model: nn.Module | None = None) -> None:
         self.operations, self.model = operations, model or small()
         self.clock, self.ledger, self.steps = Clock(), Ledger(), OptimizerSteps()
-        self.states: dict[str, Any] = {}
+        self.start, self.states = 0, dict[str, Any]()
         self.shadow, self.is_compiled, self.processes, self.scaler = False, False, 2, None
         self.told: dict[str, str] = {}
         self.at_first_steps: list[Callable[[], None]] = []
@@ -174,7 +174,7 @@ def test_passes_of_reentrant_checkpoints_are_told(
 ) -> None:
     layer, x = nn.Linear(1, 1), torch.ones(1, 1, requires_grad=True)
     operation = Operation(item, {"weight": 1})
-    surgery, pitfall, calls = Surgery(operation, model=layer), GraphInBackward(), []
+    surgery, pitfall, calls = Surgery(operation, model=layer), SecondCalls(), []
     pitfall.attached(surgery)
 
     def see(grad: torch.Tensor) -> None:
@@ -228,7 +228,6 @@ def test_discarded_hooks_are_told_where_no_hook_was_called(monkeypatch: pytest.M
     late = gs.Intervention(gs.Clip(1.0), gs.Parameters(stage="accumulated"))
     sites = {"first.weight": 1, "first.bias": 1, "last.bias": 1, "first#0": 1}
     surgery, pitfall = Surgery(Operation(CLIP, sites), Operation(late, sites)), DiscardedHooks()
-    pitfall.attached(surgery)
     assert texts(pitfall.closed(surgery)) == ""  # there is no gradient
     surgery.operations[0].hooks["last.bias"].contexts[0].step = 1
     surgery.clock.step = 2
@@ -248,7 +247,6 @@ def test_discarded_hooks_are_told_of_gradients_where_no_step_is_counted(
         Surgery(Operation(CLIP, {"first.weight": 1, "first.bias": 1})),
         DiscardedHooks(),
     )
-    pitfall.attached(surgery)
     surgery.model.first.bias.grad = torch.zeros(5)
     assert "registered on first.bias has" in texts(pitfall.closed(surgery))
 
@@ -277,7 +275,6 @@ def test_acting_before_the_average_of_several_processes_is_noted(
     model = inner if is_around else nn.Sequential(wrapper)
     surgery, pitfall = Surgery(*operations, model=model), BeforeAverage()
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 3)
-    model.register_forward_hook(lambda *args: pitfall.forward_ended(surgery, args[-1]))
     pitfall.attached(surgery)
     assert bool(operations[0].notes) != is_around
     wrapper(torch.ones(1, 1))
@@ -291,6 +288,10 @@ def _grow(model: nn.Module) -> None:
 
 def _thaw(model: nn.Module) -> None:
     model.last.requires_grad_(True)
+
+
+def _shard(model: nn.Module) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
 
 def _nothing(model: nn.Module) -> None:
@@ -314,8 +315,14 @@ HEAD = gs.Parameters("first.*", stage="backward")
         (OUTPUTS, lambda model: setattr(model, "last", nn.Linear(5, 3)), "modules .*: last;"),
         (OUTPUTS, lambda model: setattr(model, "other", nn.Linear(5, 3)), ""),
         (gs.Nodes("Relu"), lambda model: model.append(nn.ReLU()), "around it: 3;"),
+        (
+            PARAMETERS,
+            _shard,
+            "unfrozen while .* hooked, as after fully_shard: first.weight, first.b",
+        ),
     ],
 )
+@pytest.mark.usefixtures("process_group")
 def test_selected_modules_and_parameters_that_came_later_are_told(
     query: Selector, change: Callable[[nn.Module], object], found: str
 ) -> None:
@@ -347,8 +354,9 @@ STEPS = gs.Intervention(gs.Clip(1.0), when=gs.Steps(stop=2))
 def test_a_trigger_whose_clock_stands_still_is_told(
     item: Intervention, steps: int, epochs: int, told: str
 ) -> None:
-    surgery, pitfall = Surgery(Operation(item)), UncountedSteps()
-    surgery.clock.step, surgery.clock.counted_epochs = 5, 3
+    surgery, pitfall = Surgery(Operation(item)), StepHooks()
+    surgery.start = surgery.clock.step = 5
+    surgery.clock.counted_epochs = 3
     pitfall.attached(surgery)
     surgery.clock.step += steps
     surgery.clock.counted_epochs += epochs
@@ -381,9 +389,9 @@ def _steps(surgery: Surgery, optimizer: torch.optim.Optimizer, number: int) -> N
         optimizer.step()
 
 
-def _unused(*operations: Operation) -> tuple[Surgery, UncountedSteps, torch.optim.Optimizer]:
+def _unused(*operations: Operation) -> tuple[Surgery, StepHooks, torch.optim.Optimizer]:
     """Return a surgery at a site that sees no gradient, its watch, and an optimizer."""
-    surgery, watch, silent = Surgery(*operations), UncountedSteps(), NeverCalled()
+    surgery, watch, silent = Surgery(*operations), StepHooks(), NeverCalled()
     surgery.ledger.enter("f", "unused")
     surgery.listening = [silent]
     watch.attached(surgery)
@@ -445,8 +453,8 @@ def test_what_is_watched_is_released_with_the_stack() -> None:
 
 def test_code_that_was_compiled_before_is_named_as_the_reason() -> None:
     model = nn.Sequential(small())
-    assert LateHooks.reason(model, is_compiled=False, has_acted=True) == ""
-    assert "may be the model" in LateHooks.reason(model, is_compiled=True, has_acted=True)
-    assert "may be the model" in LateHooks.reason(model, is_compiled=False, has_acted=False)
+    assert OtherCode.reason(model, is_compiled=False, has_acted=True) == ""
+    assert "may be the model" in OtherCode.reason(model, is_compiled=True, has_acted=True)
+    assert "may be the model" in OtherCode.reason(model, is_compiled=False, has_acted=False)
     model[0] = torch.compile(model[0], backend="eager")
-    assert "had compiled '0' before" in LateHooks.reason(model, False, has_acted=True)
+    assert "had compiled '0' before" in OtherCode.reason(model, False, has_acted=True)

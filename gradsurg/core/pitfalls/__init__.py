@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import distributed, nn
 from torch.jit import ScriptModule
@@ -14,34 +14,11 @@ from gradsurg.core.pitfalls.base import Cell, Pitfall
 from gradsurg.torch_internals import autograd, compiling
 
 
-class Staged(Protocol):
-    """A selector, or one of its leaves."""
-
-    @property
-    def stage(self) -> str | None: ...
-
-
 class Selected(Protocol):
     """A selector of one kind of site or of several."""
 
     @property
-    def leaves(self) -> Sequence[Staged]: ...
-
-
-class Row(NamedTuple):
-    """The cell of one kind of site, as `Parameters.step`, in one context.
-
-    The mode after the dot is a stage or another mode, as the side of `Nodes`; none means all.
-    """
-
-    context: str
-    kind: str
-    cell: Cell
-
-    @property
-    def label(self) -> str:
-        """The kind with its mode, as in texts."""
-        return self.kind.replace(".", " ").replace("*", "every kind")
+    def leaves(self) -> Sequence[object]: ...
 
 
 CONTEXTS: Mapping[str, str] = {
@@ -81,16 +58,17 @@ for _module in iter_modules(__path__, f"{__name__}."):
 
 PITFALLS: tuple[type[Pitfall], ...] = tuple(Pitfall.__subclasses__())
 
-ROWS: tuple[Row, ...] = tuple(
-    Row(context, kind, cell)
+CELLS = tuple(
+    cell._replace(kinds=kind)
     for each in PITFALLS
-    for (context, kinds), cell in each.rows.items()
-    for kind in kinds.split()
+    for cell in each.cells
+    for kind in cell.kinds.split()
 )
+"""The cells of all pitfalls, each with one kind."""
 
 MOMENTS = (
-    *("attached", "first_gradient", "further_gradient", "forward_ended", "step_ended"),
-    *("first_steps_ended", "closed"),
+    *("attached", "first_gradient", "further_gradient", "step_ended", "first_steps_ended"),
+    "closed",
 )
 """The methods by which a pitfall listens."""
 
@@ -106,44 +84,44 @@ def listening(kinds: Collection[str]) -> Iterator[type[Pitfall]]:
     """Yield the pitfalls that listen, of which a kind is one of `kinds`, as "Inputs.total"."""
     present = {"*", *kinds, *(kind.partition(".")[0] for kind in kinds)}
     for each in LISTENING:
-        if any(not present.isdisjoint(names.split()) for _, names in each.rows):
+        if any(not present.isdisjoint(cell.kinds.split()) for cell in each.cells):
             yield each
 
 
-def rows_of(kind: Staged, stage: str = "") -> list[Row]:
-    """Return the rows of a kind, as its fields say it, at a stage (its own, if empty)."""
+def cells_of(kind: object, stage: str = "") -> list[Cell]:
+    """Return the cells of a kind, as its fields say it, at a stage (its own, if empty)."""
     modes = ["", *(f".{mode}" for mode in _modes(kind, stage))]
     names = {base.__name__ + mode for base in type(kind).__mro__ for mode in modes}
-    return [row for row in ROWS if row.kind == "*" or row.kind in names]
+    return [cell for cell in CELLS if cell.kinds == "*" or cell.kinds in names]
 
 
-def _modes(kind: Staged, stage: str = "") -> list[str]:
+def _modes(kind: object, stage: str = "") -> list[str]:
     """Return the values of the fields of a selector on which an outcome may depend."""
     given, *others = (getattr(kind, mode, None) for mode in ("stage", "path", "side", "kind"))
     return [*filter(None, [stage or given or next(iter(getattr(kind, "stages", ())), ""), *others])]
 
 
-def row(kind: Staged, context: str, stage: str = "") -> Row:
-    """Return the row of a selector, at a stage, in a context. Raises KeyError if it has none.
+def cell(kind: object, context: str, stage: str = "") -> Cell:
+    """Return the cell of a selector, at a stage, in a context. Raises KeyError if it has none.
 
     A user's kind that has none gets that of another kind.
     """
     is_users = not type(kind).__module__.startswith("gradsurg.")
-    for each in [*rows_of(kind, stage), *(ROWS if is_users else ())]:
+    for each in [*cells_of(kind, stage), *(CELLS if is_users else ())]:
         if each.context == context:
             return each
     raise KeyError(f"{type(kind).__name__} in {context}")
 
 
 def refusal(
-    kind: Staged, context: str, site: str = "", stage: str = "", **found: object
+    kind: object, context: str, site: str = "", stage: str = "", **found: object
 ) -> Exception:
     """Return the error of a kind that is refused in a context, with the site and the way out.
 
     `found` fills the names in braces of the text.
     """
-    cell, where = row(kind, context, stage).cell, f"site '{site}': " if site else ""
-    return cell.error(f"{type(kind).__name__}: {where}{cell.text.format(**found)}")
+    of, where = cell(kind, context, stage), f"site '{site}': " if site else ""
+    return of.error(f"{type(kind).__name__}: {where}{of.text.format(**found)}")
 
 
 def outcomes(at: Selected) -> str:
@@ -153,11 +131,11 @@ def outcomes(at: Selected) -> str:
     """
     parts = []
     for kind in at.leaves:
-        rows = rows_of(kind)
-        others = {row.context for row in rows}
+        cells = cells_of(kind)
+        others = {cell.context for cell in cells}
         acts = "; ".join(name for name in CONTEXTS if name not in others)
         parts.append(f"{type(kind).__name__} ({', '.join(_modes(kind))}) acts in: {acts}")
-        parts += [f"  {row.cell.outcome} in {row.context}: {row.cell.text}" for row in rows]
+        parts += [f"  {cell.outcome} in {cell.context}: {cell.text}" for cell in cells]
     return re.sub(r"'?\{(\w+)\}'?", r"*\1*", "\n".join(parts))
 
 
@@ -192,10 +170,12 @@ def _checkpoint(module: nn.Module) -> str:
     return f"checkpoint, {how}reentrant" if function else ""
 
 
-def visible_rows(at: Selected, model: nn.Module, stage: str = "") -> list[Row]:
-    """Return the rows that hold for a selector in the contexts that can be seen now."""
+def visible_cells(at: Selected, model: nn.Module, stage: str = "") -> list[Cell]:
+    """Return the cells that hold for a selector in the contexts that can be seen now."""
     contexts = visible_contexts(model)
-    return [row for kind in at.leaves for row in rows_of(kind, stage) if row.context in contexts]
+    return [
+        cell for kind in at.leaves for cell in cells_of(kind, stage) if cell.context in contexts
+    ]
 
 
 def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selected, str]]) -> None:
@@ -211,6 +191,6 @@ def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selected, str]]) -
     certain = [*["static_graph"] * is_static, *["FSDP2"] * are_sharded]
     for at, stage in selected if certain else ():
         for kind in at.leaves:
-            for row in rows_of(kind, stage):
-                if row.cell.outcome == "refused" and row.context in certain:
-                    raise refusal(kind, row.context, stage=stage)
+            for cell in cells_of(kind, stage):
+                if cell.outcome == "refused" and cell.context in certain:
+                    raise refusal(kind, cell.context, stage=stage)

@@ -1,59 +1,43 @@
 """The gradient of a step is the sum of several."""
 
-from typing import ClassVar
-
 from gradsurg.core.pitfalls.base import (
     RUNNING,
     AttachmentLike,
+    Cell,
     Operation,
     Pitfall,
     SiteHook,
-    warned,
 )
-
-
-class RunningSum(Pitfall):
-    """A hook after accumulation gets the parameter, with the sum of all passes so far in `.grad`.
-
-    If it writes to `.grad`, the next pass adds to the result.
-
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> handle = weight.register_post_accumulate_grad_hook(lambda weight: print(weight.grad.item()))
-    >>> for _ in range(2): (3 * weight).backward()
-    3.0
-    6.0
-
-    https://github.com/pytorch/pytorch/issues/187268 is about the argument of the hook.
-    """
-
-    rows: ClassVar = {
-        ("accumulation", RUNNING): warned(
-            "each pass acts on the running sum, with what it made of it in earlier passes. "
-            "Use stage='step' for the sum of all passes, or stage='backward' for each alone."
-        ),
-    }
 
 
 class PartsOfASum(Pitfall):
     """A hook of a parameter gets the gradient of each backward pass alone.
 
-    Unless a function is linear, its results for the parts do not add up to that for the sum.
+    Unless a function is linear, its results for the parts do not add up to that for the sum. A hook
+    after accumulation gets the parameter, with the sum of all passes so far in `.grad`: if it
+    writes to `.grad`, the next pass adds to the result.
 
     >>> weight = torch.ones(1, requires_grad=True)
-    >>> handle = weight.register_hook(lambda grad: grad.clamp(max=1))
+    >>> first = weight.register_hook(lambda grad: grad.clamp(max=1))
+    >>> last = weight.register_post_accumulate_grad_hook(lambda weight: print(weight.grad.item()))
     >>> for _ in range(2): (3 * weight).backward()
-    >>> weight.grad  # and not 1
-    tensor([2.])
+    1.0
+    2.0
 
     https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
+    https://github.com/pytorch/pytorch/issues/187268 is about the argument of the second hook.
     """
 
-    rows: ClassVar = {
-        ("accumulation, not linear", f"{RUNNING} Parameters.backward"): warned(
-            "site '{site}' had {number} gradients in one {period} and the transform is not known "
-            "to be linear: acting on each is not acting on their sum. Use stage='step' for the sum."
+    cells = (
+        Cell("accumulation", RUNNING).warned(
+            "each pass acts on the running sum, with its own earlier results. "
+            "Use stage='step' for the sum of all passes, or stage='backward' for each alone."
         ),
-    }
+        Cell("accumulation, not linear", f"{RUNNING} Parameters.backward").warned(
+            "site '{site}' had {number} gradients in one {period}, and the transform is not known "
+            "to be linear on their sum. Use stage='step' for the sum."
+        ),
+    )
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""The base of all pitfalls, their rows, and what they see of an attached surgery."""
+"""The base of all pitfalls, their cells, and what they see of an attached surgery."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
@@ -29,59 +28,59 @@ Operation = Any
 class Cell(NamedTuple):
     """What kinds of site do in a context where they do not simply act.
 
-    `outcome` is "refused" if gradsurg raises `error`, "warned" if the hook acts and gradsurg warns,
-    "reported" if the ledger shows a site without a gradient, and "n/a" if PyTorch raises an error,
-    also without hooks. `text` completes "<kind>: <text>" with the reason and the way out; names in
-    braces are filled in.
+    `kinds` are names, each alone or as `kind.mode`, or "*" for all. `text` completes
+    "<kind>: <text>" with the reason and the way out; names in braces are filled in.
     """
 
-    outcome: Outcome
-    text: str
+    context: str
+    kinds: str
     error: type[Exception] = RuntimeError
+    outcome: Outcome = "refused"
+    text: str = ""
 
+    def refused(self, text: str) -> "Cell":
+        """The cell, where gradsurg raises `error`."""
+        return self._replace(outcome="refused", text=text)
 
-refused = partial(Cell, "refused")
-warned = partial(Cell, "warned")
-reported = partial(Cell, "reported")
-impossible = partial(Cell, "n/a")
+    def warned(self, text: str) -> "Cell":
+        """The cell, where the hook acts and gradsurg warns."""
+        return self._replace(outcome="warned", text=text)
+
+    def reported(self, text: str) -> "Cell":
+        """The cell, where the ledger shows a site without a gradient."""
+        return self._replace(outcome="reported", text=text)
+
+    def impossible(self, text: str) -> "Cell":
+        """The cell, where PyTorch raises an error, also without hooks."""
+        return self._replace(outcome="n/a", text=text)
 
 
 class AttachmentLike(Protocol):
     """An `Attachment`, as a pitfall sees it; its `steps` are `OptimizerSteps`.
 
-    `is_compiled` says that the compiled form of the model was attached, `scaler` is the GradScaler
-    that was given to `attach`, `warn_once` tells a text at once, and once for each `key`.
-    `tell_scaler` tells the aggregators of a scaler that was found. `expect_unmet` enters into the
-    ledger the names at which no site was met. `tell` lets the pitfalls know of a moment.
-    `modules`, with their names, and `params`, with names and owners, are read once for all that
-    attach or close. `at_first_steps` are called once, when the first steps have ended.
+    `start` is the step at which it was attached. `is_compiled` says that the compiled form of the
+    model was, `scaler` is the GradScaler that was given to `attach`. `modules`, with their names,
+    and `params`, with names and owners, are read once for all that attach or close.
+    `at_first_steps` are called when the first steps have ended. `expect_unmet` enters into the
+    ledger the names at which no site was met, `tell` lets the pitfalls know of a moment,
+    `tell_scaler` the aggregators of a scaler that was found, and `warn_once` warns at once, and
+    once for each `key`.
     """
 
     clock: Clock
+    start: int
     ledger: Ledger
     shadow: bool
     processes: int
     is_compiled: bool
     scaler: torch.amp.GradScaler | None
     steps: Any  # Any: of a floor above
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def operations(self) -> Sequence[Operation]: ...
-
-    @property
-    def states(self) -> Mapping[str, Mapping[str, torch.Tensor]]: ...
-
-    @property
-    def modules(self) -> Mapping[nn.Module, Sequence[str]]: ...
-
-    @property
-    def params(self) -> Mapping[nn.Parameter, Named]: ...
-
-    @property
-    def at_first_steps(self) -> list[Callable[[], None]]: ...
+    model: nn.Module
+    operations: Sequence[Operation]
+    states: Mapping[str, Mapping[str, torch.Tensor]]
+    modules: Mapping[nn.Module, Sequence[str]]
+    params: Mapping[nn.Parameter, Named]
+    at_first_steps: list[Callable[[], None]]
 
     def expect_unmet(self) -> None: ...
 
@@ -96,19 +95,16 @@ Texts = Iterable[str] | None
 
 
 class Pitfall:
-    """A way in which PyTorch's hooks mislead, with its `rows` of the table of contexts.
-
-    The key of a row is a context, with names of kinds of site, each alone or as `kind.mode`, or "*"
-    for all.
+    """A way in which PyTorch's hooks mislead, with its `cells` of the table of contexts.
 
     A pitfall may listen at moments of a surgery: it overrides their methods, and others are not
-    entered. Its object is made for one attachment of which a kind is in its rows, and none in
+    entered. Its object is made for one attachment of which a kind is in its cells, and none in
     `shadow` without effects. Texts that a method returns are told at once, each once. `stack`
     takes the removals of hooks; it is closed with the surgery, also if that is dropped. `done` are
     the moments at which it need not listen any more.
     """
 
-    rows: ClassVar[Mapping[tuple[str, str], Cell]] = {}
+    cells: ClassVar[tuple[Cell, ...]] = ()
 
     def __init__(self) -> None:
         self.stack = ExitStack()
@@ -116,9 +112,8 @@ class Pitfall:
 
     @classmethod
     def text(cls, context: str, **found: object) -> str:
-        """The text of the row of a context, with the names in braces filled in."""
-        texts = [cell.text for (name, _), cell in cls.rows.items() if name == context]
-        return texts[0].format(**found)
+        """The text of the cell of a context, with the names in braces filled in."""
+        return next(cell.text for cell in cls.cells if cell.context == context).format(**found)
 
     def attached(self, attachment: AttachmentLike) -> Texts:
         """All is hooked; again after each change of the interventions."""
@@ -128,9 +123,6 @@ class Pitfall:
 
     def further_gradient(self, attachment: AttachmentLike, hook: SiteHook, call: int) -> Texts:
         """A further gradient of the same step has come at a site; `call` counts from 0."""
-
-    def forward_ended(self, attachment: AttachmentLike, output: object) -> Texts:
-        """A forward pass of the model has ended."""
 
     def step_ended(self, attachment: AttachmentLike) -> Texts:
         """A step of the optimizer has ended, and is counted."""

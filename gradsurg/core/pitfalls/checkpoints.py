@@ -1,6 +1,5 @@
 """Checkpoints call modules a second time; reentrant ones make the graph in the backward pass."""
 
-from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor
@@ -8,13 +7,10 @@ from torch import Tensor
 from gradsurg.core.pitfalls.accumulation import warn_of_parts
 from gradsurg.core.pitfalls.base import (
     AttachmentLike,
+    Cell,
     Operation,
     Pitfall,
     SiteHook,
-    impossible,
-    refused,
-    reported,
-    warned,
 )
 from gradsurg.torch_internals import autograd
 
@@ -22,61 +18,43 @@ EXAMINED = 4
 """Gradients of a site in the first step, until it is taken for one in each backward pass."""
 
 
-class Recomputation(Pitfall):
-    """A checkpoint runs forward hooks twice, and compares only the shapes of their results.
+class SecondCalls(Pitfall):
+    """A checkpoint calls its function again in the backward pass, with all forward hooks.
 
-    A hook that returns another value at the second call makes gradients wrong without an error.
+    It compares the shapes of the results alone: a hook that returns another value at the second
+    call makes gradients wrong without an error. A reentrant checkpoint makes no graph before that,
+    and runs a backward pass of its own: a weight that several of them use has one gradient, and one
+    call of its hook, in each. `torch.autograd.grad` finds no path to the parameters.
 
-    >>> layer = nn.Linear(1, 1)
+    >>> layer, x = nn.Linear(1, 1), torch.ones(1, 1, requires_grad=True)
     >>> handle = layer.register_forward_hook(lambda *_: print("called"))
-    >>> checkpoint(lambda x: layer(x).relu(), torch.ones(1, 1), use_reentrant=False).backward()
+    >>> checkpoint(lambda x: layer(x).relu(), x, use_reentrant=False).backward()
     called
     called
-
-    https://docs.pytorch.org/docs/stable/checkpoint.html warns of functions that differ between the
-    two calls.
-    """
-
-    rows: ClassVar = {
-        ("checkpoint", "Activations EveryModule"): refused(
-            "it is recomputed by a checkpoint, which must give the same values again: {why}."
-        ),
-    }
-
-
-class GraphInBackward(Pitfall):
-    """A reentrant checkpoint runs its function without a graph, and again in the backward pass.
-
-    In the forward pass its output has one node. The operations inside get theirs in the backward
-    pass, which the checkpoint runs as a backward pass of its own: a weight that several checkpoints
-    use has one gradient, and one call of its hook, in each. `torch.autograd.grad` finds no path to
-    the parameters, and PyTorch raises an error.
-
-    >>> x = torch.ones(1, requires_grad=True)
     >>> checkpoint(lambda x: x.exp().sin(), x, use_reentrant=True).grad_fn.name()
     'CheckpointFunctionBackward'
 
-    https://docs.pytorch.org/docs/stable/checkpoint.html lists the differences of the two variants.
+    https://docs.pytorch.org/docs/stable/checkpoint.html
     """
 
-    rows: ClassVar = {
-        ("checkpoint, reentrant", "Uses"): reported(
-            "the forward pass makes no graph, and the uses are made in the backward pass. "
-            "Use checkpoint(use_reentrant=False)."
+    cells = (
+        Cell("checkpoint", "Activations EveryModule").refused(
+            "it is recomputed by a checkpoint, which must give the same values again: {why}."
         ),
-        ("checkpoint, reentrant", "Captured"): impossible(
-            "the parameters are hidden from torch.autograd.grad. "
-            "Use checkpoint(use_reentrant=False)."
+        Cell("checkpoint, reentrant", "Uses").reported(
+            "the uses are made in the backward pass. Use checkpoint(use_reentrant=False)."
         ),
-        (
+        Cell("checkpoint, reentrant", "Captured").impossible(
+            "torch.autograd.grad finds no parameters. Use checkpoint(use_reentrant=False)."
+        ),
+        Cell(
             "shared weight, reentrant checkpoint",
             "Parameters.backward Parameters.accumulated Inputs.total Uses",
-        ): warned(
-            "each checkpoint has a graph and a backward pass of its own, and it acts once in each. "
-            "Use Parameters with stage='backward_end' or stage='step', Outputs of the module that "
-            "made the tensor, or checkpoint(use_reentrant=False)."
+        ).warned(
+            "it acts once in each checkpoint, which has a backward pass of its own. Use Parameters "
+            "at stage='backward_end' or 'step', or checkpoint(use_reentrant=False)."
         ),
-    }
+    )
 
     def __init__(self) -> None:
         super().__init__()

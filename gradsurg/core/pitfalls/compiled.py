@@ -1,10 +1,8 @@
 """torch.compile, torch.export and torch.jit.script replace the graph and the calls of modules."""
 
-from typing import ClassVar
-
 from torch import nn
 
-from gradsurg.core.pitfalls.base import MODULES, Pitfall, refused, reported
+from gradsurg.core.pitfalls.base import MODULES, Cell, Pitfall
 from gradsurg.torch_internals import compiling
 
 _LATE = "compiled code does not see hooks that come later"
@@ -12,45 +10,43 @@ _BEFORE = "attach before its first call, or call torch.compiler.reset() in the b
 _AS_ONE_NODE = "what is compiled runs as one node. Use Outputs there."
 
 
-class OneNode(Pitfall):
-    """Compiled code is one node of the graph, and its operations have no nodes of their own.
+class OtherCode(Pitfall):
+    """Compiled, exported and scripted code replaces the calls of modules and the nodes of a graph.
 
-    A module that had a hook before the first call breaks the compiled graph, and a module list or
-    `nn.Sequential` that holds one runs uncompiled.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> torch.compile(lambda x: x.exp().sin(), backend="aot_eager")(x).grad_fn.name()
-    'CompiledFunctionBackward'
-
-    https://docs.pytorch.org/docs/stable/torch.compiler_nn_module.html describes hooks of modules.
-    """
-
-    rows: ClassVar = {
-        ("torch.compile inside the block", "Nodes"): refused(_AS_ONE_NODE, LookupError),
-        ("torch.compile before it", "Nodes"): refused(_AS_ONE_NODE, LookupError),
-        ("torch.compile before it", "Uses"): refused(
-            "the uses inside compiled code are not found. "
-            "Attach before its first call, or call torch.compiler.reset().",
-            LookupError,
-        ),
-    }
-
-
-class LateHooks(Pitfall):
-    """Compiled code does not look for hooks that a module had not when it was compiled.
+    Compiled code is one node. It does not look for hooks that a module had not when it was compiled
+    (`skip_nnmodule_hook_guards`); a module that had one breaks the compiled graph, and a module
+    list or `nn.Sequential` that holds one runs uncompiled. An exported model calls none of its
+    modules, a scripted one calls them without hooks.
 
     >>> model, x = nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1)
-    >>> compiled = torch.compile(model, backend="eager"); y = compiled(x)
+    >>> other = [torch.compile(model, backend="aot_eager"), torch.jit.script(model)]
+    >>> other += [torch.export.export(model, (x,)).module()]
+    >>> other[0](x).grad_fn.name()
+    'CompiledFunctionBackward'
     >>> handle = model[0].register_forward_hook(lambda *_: print("called"))
-    >>> y = compiled(x)  # the hook is not called
+    >>> results = [call(x) for call in other]  # the hook is not called
 
-    https://docs.pytorch.org/docs/stable/torch.compiler_nn_module.html names the setting behind it,
-    `skip_nnmodule_hook_guards`.
+    https://docs.pytorch.org/docs/stable/torch.compiler_nn_module.html
+    https://docs.pytorch.org/docs/stable/export.html, https://docs.pytorch.org/docs/stable/jit.html
     """
 
-    rows: ClassVar = {
-        ("torch.compile before it", f"{MODULES} SavedTensors"): reported(f"{_LATE}; {_BEFORE}"),
-    }
+    cells = (
+        Cell("torch.compile inside the block", "Nodes", LookupError).refused(_AS_ONE_NODE),
+        Cell("torch.compile before it", "Nodes", LookupError).refused(_AS_ONE_NODE),
+        Cell("torch.compile before it", "Uses", LookupError).refused(
+            "the uses inside compiled code are not found. "
+            "Attach before its first call, or call torch.compiler.reset()."
+        ),
+        Cell("torch.compile before it", f"{MODULES} SavedTensors").reported(f"{_LATE}; {_BEFORE}"),
+        Cell("torch.export", "Nodes Uses Captured SavedTensors", LookupError).refused(
+            "an exported model calls none of its modules. Select nodes without module=, "
+            "parameters, 'root' or 'block', or attach before torch.export."
+        ),
+        Cell("TorchScript", f"{MODULES} SavedTensors Nodes Uses Captured", ValueError).refused(
+            "it is a ScriptModule, which runs no Python hooks. Act at Parameters or Weights, or "
+            "call torch.jit.script after the block."
+        ),
+    )
 
     @classmethod
     def reason(cls, model: nn.Module, is_compiled: bool, has_acted: bool) -> str:
@@ -66,32 +62,3 @@ class LateHooks(Pitfall):
         inside = ", ".join(f"'{name.replace('._orig_mod', '')}'" for name in wrappers)
         compiled = inside or "code of this process, it may be the model,"
         return f" (torch.compile had compiled {compiled} before, and {_LATE}: {_BEFORE})"
-
-
-class NoModuleCalls(Pitfall):
-    """An exported model calls none of the modules; a scripted one calls them without their hooks.
-
-    >>> model = nn.Sequential(nn.ReLU())
-    >>> exported = torch.export.export(model, (torch.ones(1),)).module()
-    >>> [node.target.__name__ for node in exported.graph.nodes if "relu" in node.name]
-    ['relu.default']
-    >>> scripted = torch.jit.script(model)
-    >>> handle = scripted[0].register_forward_hook(lambda *_: print("called"))
-    >>> y = scripted(torch.ones(1))  # the hook is not called
-
-    https://docs.pytorch.org/docs/stable/export.html, https://docs.pytorch.org/docs/stable/jit.html
-    """
-
-    rows: ClassVar = {
-        ("torch.export", "Nodes Uses Captured SavedTensors"): refused(
-            "an exported model is one graph of operations, which calls none of its modules. Select "
-            "nodes without module=, parameters, 'root' or 'block', or attach to the model before "
-            "torch.export.",
-            LookupError,
-        ),
-        ("TorchScript", f"{MODULES} SavedTensors Nodes Uses Captured"): refused(
-            "it is a ScriptModule, which runs no Python hooks. Act at Parameters or Weights, at a "
-            "module that is not scripted, or call torch.jit.script after the block.",
-            ValueError,
-        ),
-    }

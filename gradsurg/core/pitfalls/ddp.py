@@ -1,12 +1,10 @@
 """DistributedDataParallel averages gradients in buckets, by hooks of its own."""
 
-from typing import ClassVar
-
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall, refused, warned
-from gradsurg.torch_internals import autograd
+from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Pitfall
+from gradsurg.torch_internals import autograd, compiling
 
 
 class OneCommunicationHook(Pitfall):
@@ -26,25 +24,22 @@ class OneCommunicationHook(Pitfall):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
 
-    rows: ClassVar = {
-        ("foreign communication hook", "Buckets"): refused(
-            "the model has the communication hook {hook} already, and can have only one. "
+    cells = (
+        Cell("foreign communication hook", "Buckets").refused(
+            "the model has the communication hook {hook}, and takes one alone. "
             "Use Parameters with stage='backward_end', which acts after it."
         ),
-        ("different averages", "Buckets"): refused(
-            "all of a model need the same reduce, found {found} and {own}.",
-            ValueError,
+        Cell("different averages", "Buckets", ValueError).refused(
+            "all of a model need the same reduce, found {found} and {own}."
         ),
-        ("attached in a backward pass", "Buckets"): refused(
-            "cannot be attached inside a backward pass, as DistributedDataParallel would average "
-            "some gradients wrongly. Attach before it."
+        Cell("attached in a backward pass", "Buckets").refused(
+            "in a backward pass some gradients are averaged already. Attach before it."
         ),
-        ("static_graph", "SharedParameters"): refused(
-            "an aggregator runs backward passes for single tasks, which "
-            "DistributedDataParallel(static_graph=True) does not average correctly. "
-            "Use static_graph=False."
+        Cell("static_graph", "SharedParameters").refused(
+            "DistributedDataParallel(static_graph=True) averages the backward passes for single "
+            "tasks wrongly. Use static_graph=False."
         ),
-    }
+    )
 
 
 class BeforeAverage(Pitfall):
@@ -59,23 +54,25 @@ class BeforeAverage(Pitfall):
     https://docs.pytorch.org/docs/stable/notes/ddp.html, "Internal Design".
     """
 
-    rows: ClassVar = {
-        ("DDP, not linear", "Parameters.backward Parameters.accumulated"): warned(
-            "it acted on the gradients of each of {processes} processes, before "
-            "DistributedDataParallel averaged them, and the transform is not linear: acting on "
-            "each is not acting on their average. "
-            "For the average use stage='backward_end' or stage='step'."
+    cells = (
+        Cell("DDP, not linear", "Parameters.backward Parameters.accumulated").warned(
+            "it acted on the gradients of each of {processes} processes, and is not linear on "
+            "their average. For the average use stage='backward_end' or stage='step'."
         ),
-    }
+    )
 
     def attached(self, attachment: AttachmentLike) -> None:
-        if attachment.processes > 1:
-            for module in attachment.modules:
-                self._note(attachment, module)
+        if attachment.processes == 1:
+            return
+        for module in attachment.modules:
+            self._note(attachment, module)
 
-    def forward_ended(self, attachment: AttachmentLike, output: object) -> None:
-        if attachment.processes > 1:
+        @compiling.untraced
+        def ended(module: nn.Module, args: object, output: object) -> None:
             self._note(attachment, autograd.active_ddp())
+
+        self.stack.close()  # for earlier interventions
+        self.stack.callback(attachment.model.register_forward_hook(ended).remove)
 
     def _note(self, attachment: AttachmentLike, module: nn.Module | None) -> None:
         if not isinstance(module, DistributedDataParallel):

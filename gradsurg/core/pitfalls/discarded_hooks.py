@@ -1,11 +1,10 @@
 """Hooks of C++ code replace those of Python."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from torch import Tensor
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Operation, Pitfall, warned
+from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Operation, Pitfall
 from gradsurg.torch_internals import autograd
 
 
@@ -22,20 +21,12 @@ class DiscardedHooks(Pitfall):
     https://docs.pytorch.org/cppdocs/api/classat_1_1_tensor.html, `register_hook`.
     """
 
-    rows: ClassVar = {
-        ("hooks of C++ code", "Parameters.backward"): warned(
+    cells = (
+        Cell("hooks of C++ code", "Parameters.backward").warned(
             "a hook that C++ code registered on {names} has discarded the one here; since then "
             "gradients passed unchanged; use stage='accumulated'"
         ),
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._start: int | None = None
-
-    def attached(self, attachment: AttachmentLike) -> None:
-        if self._start is None:
-            self._start = attachment.clock.step
+    )
 
     def first_steps_ended(self, attachment: AttachmentLike) -> Iterator[str]:
         for operation in attachment.operations:
@@ -54,10 +45,10 @@ class DiscardedHooks(Pitfall):
         A probe of all costs as much as attaching, and a hook that has acted in the last step, or a
         parameter without a gradient, where no steps are counted, needs none.
         """
-        step, overdue = attachment.clock.step, dict[Tensor, str]()
-        for param, ((name, *_), *_) in attachment.params.items():
-            if (hook := operation.hooks.get(name)) is not None and (
-                hook.contexts[0].step < step - 1 if step != self._start else param.grad is not None
-            ):
-                overdue[param] = name
-        return overdue
+        step, is_counted = attachment.clock.step, attachment.clock.step != attachment.start
+        return {
+            param: name
+            for param, ((name, *_), *_) in attachment.params.items()
+            if (hook := operation.hooks.get(name)) is not None
+            and (hook.contexts[0].step < step - 1 if is_counted else param.grad is not None)
+        }

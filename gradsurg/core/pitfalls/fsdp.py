@@ -1,8 +1,6 @@
 """fully_shard trains parts of parameters."""
 
-from typing import ClassVar
-
-from gradsurg.core.pitfalls.base import SHARDED, Pitfall, refused
+from gradsurg.core.pitfalls.base import SHARDED, Cell, Pitfall
 
 
 class Sharded(Pitfall):
@@ -19,27 +17,23 @@ class Sharded(Pitfall):
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
 
-    rows: ClassVar = {
-        ("FSDP2", f"{SHARDED} Buckets Captured"): refused(
-            "sharded parameters are DTensors: autograd computes with other tensors, and their "
-            "hooks do not run. Use Parameters with stage='step' or stage='accumulated' for the "
-            "averaged gradient, or Outputs, Inputs or Nodes.",
-            TypeError,
+    cells = (
+        Cell("FSDP2", f"{SHARDED} Buckets Captured", TypeError).refused(
+            "sharded parameters are DTensors, whose hooks do not run. Use Parameters with "
+            "stage='step' or stage='accumulated', or Outputs, Inputs or Nodes."
         ),
-        ("FSDP2, meshes", "Parameters"): refused(
-            "sharded over a mesh of {ndim} dimensions, needs one dimension.", TypeError
+        Cell("FSDP2, meshes", "Parameters", TypeError).refused(
+            "sharded over a mesh of {ndim} dimensions, needs one dimension."
         ),
-        ("FSDP2, resumed", "Parameters"): refused(
+        Cell("FSDP2, resumed", "Parameters", ValueError).refused(
             "the surgery has the state of {made} processes, each with its part of the parameters; "
-            "found {found} processes.",
-            ValueError,
+            "found {found} processes."
         ),
-        ("FSDP2, accumulated", "Parameters"): refused(
-            "the parameters are sharded, and {reason}. Use stage='step'.", ValueError
+        Cell("FSDP2, accumulated", "Parameters", ValueError).refused(
+            "the parameters are sharded, and {reason}. Use stage='step'."
         ),
-        ("FSDP2, aggregators", "SharedParameters"): refused(
+        Cell("FSDP2, aggregators", "SharedParameters", TypeError).refused(
             "the parameters are sharded, and {reason}. "
-            "Use another aggregator, or DistributedDataParallel.",
-            TypeError,
+            "Use another aggregator, or DistributedDataParallel."
         ),
-    }
+    )

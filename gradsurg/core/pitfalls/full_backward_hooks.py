@@ -1,37 +1,15 @@
 """Full backward hooks do not go with other hooks and structures."""
 
-from typing import ClassVar
-
-from gradsurg.core.pitfalls.base import FULL_HOOKS, Pitfall, refused
+from gradsurg.core.pitfalls.base import FULL_HOOKS, Cell, Pitfall
 
 
-class LegacyHooks(Pitfall):
-    """A module has backward hooks either of the deprecated kind, or full ones.
-
-    >>> layer = nn.Linear(1, 1)
-    >>> handle = layer.register_backward_hook(print)
-    >>> layer.register_full_backward_hook(print)
-    Traceback (most recent call last):
-    RuntimeError: Cannot use both regular backward hooks and full backward hooks on a single Module.
-
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html, `register_backward_hook`.
-    """
-
-    rows: ClassVar = {
-        ("legacy hooks", "ModuleGradients EveryModule"): refused(
-            "it had hooks of the deprecated register_backward_hook kind, which PyTorch does not "
-            "have beside full ones. Use Outputs or Inputs.",
-            ValueError,
-        ),
-    }
-
-
-class WrappedCalls(Pitfall):
+class FullBackwardHooks(Pitfall):
     """A full backward hook puts an `autograd.Function` around the tensors of a call.
 
     It finds arguments and outputs that are tensors, and tuples of outputs; for tensors in other
     containers it is not called. It makes inputs and outputs views, which PyTorch protects from
-    writes in place. torch.func cannot transform the function.
+    writes in place. torch.func cannot transform the function. A module has either full hooks or
+    those of the deprecated `register_backward_hook`.
 
     >>> layer, x = nn.Identity(), torch.ones(1, requires_grad=True)
     >>> handle = layer.register_full_backward_hook(lambda *_: print("called"))
@@ -42,21 +20,28 @@ class WrappedCalls(Pitfall):
     >>> torch.func.grad(layer)(x)
     Traceback (most recent call last):
     RuntimeError: In order to use an autograd.Function with functorch transforms ...
+    >>> layer.register_backward_hook(print)
+    Traceback (most recent call last):
+    RuntimeError: Cannot use both regular backward hooks and full backward hooks on a single Module.
 
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html,
-    `register_full_backward_hook`; https://docs.pytorch.org/docs/stable/notes/extending.func.html
+    https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html
+    https://docs.pytorch.org/docs/stable/notes/extending.func.html
     """
 
-    rows: ClassVar = {
-        ("nested tensors", "ModuleGradients EveryModule"): refused(
+    cells = (
+        Cell("legacy hooks", "ModuleGradients EveryModule", ValueError).refused(
+            "it had hooks of the deprecated register_backward_hook kind, which PyTorch does not "
+            "have beside full ones. Use Outputs or Inputs."
+        ),
+        Cell("nested tensors", "ModuleGradients EveryModule").refused(
             "a full backward hook gets tensors and tuples of them, and those that need a gradient "
             "are inside {where}. Use Outputs or Inputs."
         ),
-        ("in-place consumer", FULL_HOOKS): refused(
+        Cell("in-place consumer", FULL_HOOKS).refused(
             "PyTorch allows no in-place change of a tensor with a full backward hook. "
             "Use Outputs or Inputs, or inplace=False."
         ),
-        ("torch.func", FULL_HOOKS): refused(
+        Cell("torch.func", FULL_HOOKS).refused(
             "torch.func has no full backward hooks. Use Outputs or Inputs."
         ),
-    }
+    )

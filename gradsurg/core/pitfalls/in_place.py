@@ -1,8 +1,6 @@
 """A tensor is written to after it was hooked."""
 
-from typing import ClassVar
-
-from gradsurg.core.pitfalls.base import Pitfall, refused
+from gradsurg.core.pitfalls.base import Cell, Pitfall
 
 
 class WrittenTensor(Pitfall):
@@ -20,18 +18,17 @@ class WrittenTensor(Pitfall):
     is modified in-place".
     """
 
-    rows: ClassVar = {
-        ("in-place write", "Outputs"): refused(
-            "the module {fault}: the gradient of its output cannot be told from that of its input. "
+    cells = (
+        Cell("in-place write", "Outputs").refused(
+            "the module {fault}: its output and its input have one gradient. "
             "Use Outputs of the module before."
         ),
-        ("in-place write", "Inputs"): refused(
-            "the module {fault}: a hook would see none or a part of the gradient. Use Outputs of "
-            "the module before, or path='total', which allows writes to a tensor that is no view."
+        Cell("in-place write", "Inputs").refused(
+            "the module {fault}: a hook would see none or a part of the gradient. "
+            "Use Outputs of the module before, or path='total' for a tensor that is no view."
         ),
-        ("in-place consumer", "Inputs.branch"): refused(
-            "the module wrote to its input in place, and the gradient of this branch cannot be "
-            "told from that of the tensor itself. "
+        Cell("in-place consumer", "Inputs.branch").refused(
+            "the module wrote to its input in place, and this branch has no gradient of its own. "
             "Use path='total', or Outputs of the module before."
         ),
-    }
+    )

@@ -1,16 +1,14 @@
 """Gradients may be multiplied by a loss scale."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurg.core.pitfalls.base import (
     FULL_HOOKS,
     GRADIENTS,
     RUNNING,
     AttachmentLike,
+    Cell,
     Pitfall,
-    refused,
-    warned,
 )
 from gradsurg.torch_internals import autograd
 
@@ -28,17 +26,18 @@ class LossScale(Pitfall):
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html, "Working with Unscaled Gradients".
     """
 
-    rows: ClassVar = {
-        ("loss scale", f"{RUNNING} Parameters.backward {GRADIENTS} {FULL_HOOKS}"): refused(
+    cells = (
+        Cell(
+            "loss scale", f"{RUNNING} Parameters.backward {GRADIENTS} {FULL_HOOKS}", ValueError
+        ).refused(
             "{transform} depends on the size of the gradient, which is times the loss scale here. "
-            "Use Parameters(stage='step').",
-            ValueError,
+            "Use Parameters(stage='step')."
         ),
-        ("loss scale, not given to attach", "*"): warned(
+        Cell("loss scale, not given to attach", "*").warned(
             "a GradScaler makes the steps, and attach was not told of it. {error}. "
             "Use Parameters(stage='step'), and attach(..., scaler=scaler)."
         ),
-    }
+    )
 
     def step_ended(self, attachment: AttachmentLike) -> Iterator[str]:
         self.done.add("step_ended")

@@ -1,12 +1,11 @@
 """A NaN stays in a running mean."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall, warned
+from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Pitfall
 
 
 class NanStates(Pitfall):
@@ -18,11 +17,11 @@ class NanStates(Pitfall):
     tensor([nan])
     """
 
-    rows: ClassVar = {
-        ("NaN in a state", "*"): warned(
+    cells = (
+        Cell("NaN in a state", "*").warned(
             "put Sanitize before {transform}: its state at {sites} holds a NaN at step {step}"
         ),
-    }
+    )
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
         for operation in attachment.operations:

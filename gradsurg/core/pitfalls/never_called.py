@@ -1,19 +1,17 @@
 """A hook that is never called says nothing."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurg.core.pitfalls.base import (
     FULL_HOOKS,
     GRADIENTS,
     PARAMETERS,
     AttachmentLike,
+    Cell,
     Operation,
     Pitfall,
-    refused,
-    reported,
 )
-from gradsurg.core.pitfalls.compiled import LateHooks
+from gradsurg.core.pitfalls.compiled import OtherCode
 from gradsurg.torch_internals import compiling
 
 
@@ -31,26 +29,23 @@ class NeverCalled(Pitfall):
     computation".
     """
 
-    rows: ClassVar = {
-        ("the loss does not depend on a site", "*"): reported(
+    cells = (
+        Cell("the loss does not depend on a site", "*").reported(
             "attached, and in the first steps no gradient has passed at: {sites}"
         ),
-        ("no_grad", f"{PARAMETERS} {GRADIENTS} {FULL_HOOKS} SavedTensors"): reported(
+        Cell("no_grad", f"{PARAMETERS} {GRADIENTS} {FULL_HOOKS} SavedTensors").reported(
             "no gradient is computed, so nothing passes. Run a backward pass in the block."
         ),
-        ("edges of a node", "Nodes.leave"): refused(
-            "it has no such edge that takes a gradient. There are: {edges}.", LookupError
+        Cell("edges of a node", "Nodes.leave", LookupError).refused(
+            "it has no such edge that takes a gradient. There are: {edges}."
         ),
-    }
+    )
 
     def __init__(self) -> None:
         super().__init__()
-        self._start: int | None = None
         self._was_compiled: dict[Operation, bool] = {}
 
     def attached(self, attachment: AttachmentLike) -> None:
-        if self._start is None:
-            self._start = attachment.clock.step
         for operation in attachment.operations:
             self._was_compiled.setdefault(operation, compiling.has_compiled())
 
@@ -71,7 +66,7 @@ class NeverCalled(Pitfall):
         reasons = {each.label: self._reason(attachment, each) for each in attachment.operations}
         for label in [*attachment.ledger.sites]:
             reason = reasons.get(label, "")
-            yield from attachment.ledger.warnings(label, self._start or 0, reason)
+            yield from attachment.ledger.warnings(label, attachment.start, reason)
         for label, reason in reasons.items():
             if not attachment.ledger.of(label):
                 text = "attached, but none of its sites was met: was the model called?"
@@ -84,4 +79,4 @@ class NeverCalled(Pitfall):
         if not self._was_compiled.get(operation):
             return ""
         has_acted = any(entry.all_calls for entry in attachment.ledger)
-        return LateHooks.reason(attachment.model, attachment.is_compiled, has_acted)
+        return OtherCode.reason(attachment.model, attachment.is_compiled, has_acted)

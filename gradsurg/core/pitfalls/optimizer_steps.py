@@ -1,14 +1,15 @@
-"""Step hooks belong to one optimizer, see its step from outside, and may not be called."""
+"""Step hooks belong to one optimizer, and run around its `step` alone."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall, refused, warned
+from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Pitfall
 from gradsurg.torch_internals import autograd
 from gradsurg.triggers.epochs import Epochs
 
@@ -17,82 +18,64 @@ WATCHED = 8  # parameters, spread over the model
 ENTRIES = 64  # of each, by which it is seen that its value has changed
 
 
-class SeveralSteps(Pitfall):
-    """A step hook is called once for a step in which LBFGS computes gradients many times.
+class StepHooks(Pitfall):
+    """A step hook is called by `optimizer.step`, and by nothing else that changes the weights.
 
-    LBFGS computes curvature from the difference of its weights and of their gradients. The step of
-    each of several optimizers ends before that of the next begins.
+    Wrappers of an optimizer may have a `step` of their own, and the training loop counts epochs.
+    LBFGS computes many gradients in a step, and curvature from the differences of its weights. The
+    step of each of several optimizers ends before that of the next begins.
 
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> optimizer = torch.optim.LBFGS([weight])
+    Steps that are not counted are seen by a few parameters that have changed twice between backward
+    passes.
+
+    >>> weight = torch.ones(1, requires_grad=True); optimizer = torch.optim.LBFGS([weight])
     >>> handle = optimizer.register_step_pre_hook(lambda *_: print("step"))
+    >>> with torch.no_grad(): weight -= 0.1  # the hook is not called
     >>> def closure(): optimizer.zero_grad(); weight.exp().backward(); return weight.exp()
     >>> loss = optimizer.step(closure)  # calls the closure up to 25 times
     step
 
-    https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html
+    https://docs.pytorch.org/docs/stable/optim.html, `Optimizer.register_step_pre_hook`.
     """
 
-    rows: ClassVar = {
-        ("LBFGS", "Parameters"): refused(
+    cells = (
+        Cell("LBFGS", "Parameters", ValueError).refused(
             "LBFGS also steps without gradients, so that no step of it can be skipped. "
-            "Choose another optimizer.",
-            ValueError,
+            "Choose another optimizer."
         ),
-        ("LBFGS", "Updates MatchedUpdates"): refused(
-            "cannot act on LBFGS, which computes curvature from its own updates.", ValueError
+        Cell("LBFGS", "Updates MatchedUpdates", ValueError).refused(
+            "cannot act on LBFGS, which computes curvature from its own updates."
         ),
-        ("several optimizers", "Updates MatchedUpdates Weights"): refused(
+        Cell("several optimizers", "Updates MatchedUpdates Weights", ValueError).refused(
             "the transform needs a whole group at once, and two optimizers share it. "
-            "Select the parameters of each in an intervention of its own.",
-            ValueError,
+            "Select the parameters of each in an intervention of its own."
         ),
-    }
-
-
-class UncountedSteps(Pitfall):
-    """A step hook is called by `optimizer.step`, and by nothing else that changes the weights.
-
-    Wrappers of an optimizer may have a `step` of their own, and the training loop counts epochs.
-    Steps that are not counted are seen by a few parameters that have changed twice between backward
-    passes.
-
-    >>> weight = torch.ones(1, requires_grad=True); optimizer = torch.optim.SGD([weight])
-    >>> handle = optimizer.register_step_post_hook(lambda *_: print("step"))
-    >>> with torch.no_grad(): weight -= 0.1  # the hook is not called
-
-    https://docs.pytorch.org/docs/stable/optim.html, `Optimizer.register_step_post_hook`.
-    """
-
-    rows: ClassVar = {
-        ("no optimizer", "*"): warned(
+        Cell("no optimizer", "*").warned(
             "{triggers}: no optimizer step was counted{since}; attach(model, optimizer), "
             "live.bind(optimizer) or call live.tick() after each step"
         ),
-        ("epochs", "*"): warned(
+        Cell("epochs", "*").warned(
             "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, or "
             "call live.next_epoch()"
         ),
-        ("another optimizer", "*"): warned(
-            "no step of {optimizer} was counted, though the weights have changed: it is not what "
-            "makes the steps, or a wrapper of it runs no step hooks. "
-            "Bind the optimizer that steps, or call live.before_step() and live.tick()"
+        Cell("another optimizer", "*").warned(
+            "no step of {optimizer} was counted, though the weights have changed. Bind the "
+            "optimizer that steps, or call live.before_step() and live.tick()"
         ),
-    }
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self._attachment: ref[AttachmentLike] | None = None
-        self._start = 0, 0
+        self._epochs = 0  # counted when it was attached
         self._counted = 0
         self._watched: set[int] = set()
-        self._seen: dict[int, _Seen] = {}  # those of the watched that had a gradient
+        self._seen: dict[int, _Seen] = {}  # the watched parameters that had a gradient
+        self._changed: set[int] = set()
 
     def attached(self, attachment: AttachmentLike) -> None:
-        if self._attachment is not None:
-            return
-        self._attachment, clock = ref(attachment), attachment.clock
-        self._start = clock.step, clock.counted_epochs
+        self.done.add("attached")
+        self._attachment, self._epochs = ref(attachment), attachment.clock.counted_epochs
         # A surgery that changes weights in each forward hides whether a step has changed them.
         if not any(
             each.stage == "forward" and each.intervention.at.changed_tensors == "weights"
@@ -113,25 +96,20 @@ class UncountedSteps(Pitfall):
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
         if any(entry.calls for entry in attachment.ledger):
             yield from self._uncounted(attachment)
-            triggers = [operation.intervention.when for operation in attachment.operations]
-            counting = [
-                part for each in triggers for part in each.parts if isinstance(part, Epochs)
-            ]
-            clock = attachment.clock
-            has_moved = clock.epoch_length is not None or clock.counted_epochs > self._start[1]
-            if any(part.length is None for part in counting) and not has_moved:
+            clock, parts = attachment.clock, _parts(attachment)
+            has_moved = clock.epoch_length is not None or clock.counted_epochs > self._epochs
+            if not has_moved and any(
+                isinstance(each, Epochs) and not each.length for each in parts
+            ):
                 yield self.text("epochs")
 
     def _uncounted(self, attachment: AttachmentLike) -> Iterator[str]:
         """Yield a text about triggers whose clock has not advanced since the surgery began."""
-        clock, start = attachment.clock, self._start[0]
-        triggers = [operation.intervention.when for operation in attachment.operations]
+        clock, start = attachment.clock, attachment.start
         timed = {
-            type(part).__name__
-            for trigger in triggers
-            for part in trigger.parts
-            if part.step_based
-            or (isinstance(part, Epochs) and (clock.epoch_length or part.length) is not None)
+            type(each).__name__
+            for each in _parts(attachment)
+            if each.step_based or (isinstance(each, Epochs) and (clock.epoch_length or each.length))
         }
         if timed and clock.step == start:
             since = f" since this block began, at step {start}" if start else ""
@@ -142,17 +120,22 @@ class UncountedSteps(Pitfall):
         attachment = None if self._attachment is None else self._attachment()
         if attachment is None or self._counted or attachment.steps.is_stepping:
             return  # it is stepping in the closures of LBFGS
-        version, seen = autograd.version_of(param), self._seen.get(id(param))
-        if seen is None:
-            self._seen[id(param)] = _Seen(param, version)
-        elif version != seen.version and self._is_stepped(param, attachment.steps.clock):
-            seen.version, seen.changes = version, seen.changes + 1
-            if seen.changes < (ENOUGH if attachment.steps.clock else 1):
-                return
-            seen.changes, seen.has_changed = 0, seen.differs(param)
-            # A single one may be a table that is normalized in each forward.
-            if sum(each.has_changed for each in self._seen.values()) >= min(2, len(self._seen)):
-                autograd.at_end_of_backward(self._end_first_steps)
+        key, version = id(param), autograd.version_of(param)
+        if key not in self._seen:
+            self._seen[key] = _Seen(version, _entries(param).clone())
+        seen, clock = self._seen[key], attachment.steps.clock
+        if version == seen.version or not self._is_stepped(param, clock):
+            return
+        seen.version, seen.changes = version, seen.changes + 1
+        if seen.changes % (ENOUGH if clock else 1):
+            return
+        # A version alone may change without a step, as by weights that are noisy in each forward,
+        # and a single value, as of a table that is normalized in each forward.
+        now = _entries(param).to(seen.entries)  # the model may have moved since
+        has_changed = param.is_meta or not torch.allclose(seen.entries, now)
+        (self._changed.add if has_changed else self._changed.discard)(key)
+        if len(self._changed) >= min(2, len(self._seen)):
+            autograd.at_end_of_backward(self._end_first_steps)
 
     def _is_stepped(self, param: Tensor, optimizer: torch.optim.Optimizer | None) -> bool:
         """Whether the optimizer whose steps should be counted has it, or none of the watched."""
@@ -167,10 +150,9 @@ class UncountedSteps(Pitfall):
         attachment = None if self._attachment is None else self._attachment()
         if attachment is None:
             return
-        optimizer = attachment.steps.clock
-        if optimizer is not None and not self._counted:
-            text = self.text("another optimizer", optimizer=type(optimizer).__name__)
-            attachment.warn_once(text, key="no step")
+        if attachment.steps.clock is not None and not self._counted:
+            name = type(attachment.steps.clock).__name__
+            attachment.warn_once(self.text("another optimizer", optimizer=name), key="no step")
         for act in attachment.at_first_steps:
             act()
         attachment.tell("first_steps_ended")
@@ -178,20 +160,13 @@ class UncountedSteps(Pitfall):
             attachment.warn_once(text)
 
 
+@dataclass
 class _Seen:
-    """A watched parameter: its version at its last gradient, some entries at its first.
+    """A watched parameter: its version at its last gradient, some entries at its first."""
 
-    A version alone may change without a step, as by weights that are noisy in each forward.
-    """
-
-    def __init__(self, param: Tensor, version: int) -> None:
-        self.version, self.changes, self.has_changed = version, 0, False
-        self.entries = _entries(param).clone()
-
-    def differs(self, param: Tensor) -> bool:
-        """Whether they differ by more than rounding from those at first; true on `meta`."""
-        now = _entries(param).to(self.entries)  # the model may have moved since
-        return param.is_meta or not torch.allclose(self.entries, now)
+    version: int
+    entries: Tensor
+    changes: int = 0
 
 
 def _entries(param: Tensor) -> Tensor:
@@ -199,3 +174,9 @@ def _entries(param: Tensor) -> Tensor:
     # Any: a DTensor, whose module is slow to import.
     tensor = cast(Any, tensor).to_local() if autograd.is_sharded(tensor) else tensor
     return tensor.reshape(-1)[:ENTRIES]
+
+
+def _parts(attachment: AttachmentLike) -> Iterator[Any]:  # Any: of any trigger
+    """Yield the parts of the triggers of all interventions."""
+    for operation in attachment.operations:
+        yield from operation.intervention.when.parts

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor, nn
@@ -12,10 +11,9 @@ from gradsurg.core.pitfalls.base import (
     GRADIENTS,
     PARAMETERS,
     AttachmentLike,
+    Cell,
     Operation,
     Pitfall,
-    reported,
-    warned,
 )
 from gradsurg.torch_internals import autograd
 
@@ -40,24 +38,23 @@ class Replaced(Pitfall):
     https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html
     """
 
-    rows: ClassVar = {
-        ("load_state_dict(assign=True)", f"{PARAMETERS} Captured"): reported(
+    cells = (
+        Cell("load_state_dict(assign=True)", f"{PARAMETERS} Captured").reported(
             "the new parameters are not hooked. "
             "Attach after the change, or remove the intervention and add it again."
         ),
-        (
-            "deepcopy",
-            f"{PARAMETERS} {GRADIENTS} ModuleGradients Activations SavedTensors",
-        ): reported("a copy of the model has no hooks. Attach to the copy."),
-        ("torch.func", f"{PARAMETERS} Captured"): reported(
+        Cell(
+            "deepcopy", f"{PARAMETERS} {GRADIENTS} ModuleGradients Activations SavedTensors"
+        ).reported("a copy of the model has no hooks. Attach to the copy."),
+        Cell("torch.func", f"{PARAMETERS} Captured").reported(
             "the gradients are of the tensors given to functional_call, not of the parameters. "
             "Use Outputs or Inputs."
         ),
-        ("modules or parameters are replaced", "*"): warned(
+        Cell("modules or parameters are replaced", "*").warned(
             "{change} while the block was open, and the new ones are not hooked{also}: {names}; "
             "attach after the change, or remove the intervention and add it again"
         ),
-    }
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,25 +66,24 @@ class Replaced(Pitfall):
             self._known |= dict.fromkeys(fresh, _Known(attachment))
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
-        changed = [
-            each for each in attachment.operations if self._known[each].has_changed(attachment)
-        ]
-        is_sharded = any(map(autograd.is_sharded, attachment.params)) if changed else False
+        found: dict[tuple[str, bool], None] = {}  # names, and whether it is a parameter
+        for operation in attachment.operations:
+            if self._known[operation].has_changed(attachment):
+                found |= dict.fromkeys(self._unhooked(attachment, operation))
+        is_sharded = any(map(autograd.is_sharded, attachment.params)) if found else False
         late = ", as after fully_shard" if is_sharded else ""
-        changes = (
-            ("modules were replaced or added", " or taken for a part of the module around it"),
-            ("parameters were replaced, added or unfrozen", late),
-        )
-        for cls, (change, also) in zip((nn.Module, Tensor), changes, strict=True):
-            found = [self._unhooked(attachment, each, cls) for each in changed]
-            if names := dict.fromkeys(chain(*found)):
-                context, names = "modules or parameters are replaced", ", ".join(names)
+        for is_param, change, also in (
+            (False, "modules were replaced or added", " or taken for a part of the one around it"),
+            (True, "parameters were replaced, added or unfrozen", late),
+        ):
+            if names := ", ".join(name for name, of_param in found if of_param is is_param):
+                context = "modules or parameters are replaced"
                 yield self.text(context, change=change, also=also, names=names)
 
     def _unhooked(
-        self, attachment: AttachmentLike, operation: Operation, cls: type
-    ) -> Iterator[str]:
-        """Yield names of selected modules or parameters that came after the intervention."""
+        self, attachment: AttachmentLike, operation: Operation
+    ) -> Iterator[tuple[str, bool]]:
+        """Yield the selected modules and parameters that came after the intervention."""
         if operation.stage == "step":
             return  # parameters are looked for at each step
         limit = getattr(operation.at, "limit", None)
@@ -96,21 +92,18 @@ class Replaced(Pitfall):
         things = {kind: kind.things(attachment.model) for kind in operation.kinds}
         near = operation.at.search(things, type(operation.memory)(operation.stage))
         known = self._known[operation]
-        for kind, listed in things.items():
-            for named in listed:
-                (name, *_), thing, _ = named
-                if not isinstance(thing, cls) or not known.lacks(thing):
-                    continue
-                # The uses of a frozen parameter are known once it has a gradient.
-                uses = f"{name}/" if id(thing) in known.frozen else None
-                if uses and any(site.startswith(uses) for site in operation.placed):
-                    continue
-                # Hooks of the process select a new module by the name of its class.
-                by_class = named._replace(names=(type(thing).__name__,), owners=(thing,))
-                if kind.reaches_new and any(leaf.near(by_class) for leaf in operation.leaves):
-                    continue
-                if any((kind, each) in near for each in named.names):
-                    yield name
+        for kind, named in ((kind, each) for kind, listed in things.items() for each in listed):
+            (name, *_), thing, _ = named
+            # Hooks of the process select a new module by the name of its class.
+            by_class = named._replace(names=(type(thing).__name__,), owners=(thing,))
+            is_reached = kind.reaches_new and any(leaf.near(by_class) for leaf in operation.leaves)
+            # The uses of a frozen parameter are known once it has a gradient.
+            is_used = id(thing) in known.frozen and any(
+                site.startswith(f"{name}/") for site in operation.placed
+            )
+            is_near = any((kind, each) in near for each in named.names)
+            if is_near and known.lacks(thing) and not is_reached and not is_used:
+                yield name, isinstance(thing, Tensor)
 
 
 class _Known:
@@ -150,29 +143,27 @@ class Parametrized(Pitfall):
     https://docs.pytorch.org/tutorials/intermediate/parametrizations.html
     """
 
-    rows: ClassVar = {
-        ("parametrized", PARAMETERS): warned(
+    cells = (
+        Cell("parametrized", PARAMETERS).warned(
             "'{name}' is parametrized and not selected: its parameters are {parameters}"
-        )
-    }
+        ),
+    )
 
     def attached(self, attachment: AttachmentLike) -> None:
-        lists = [each for each in attachment.modules if isinstance(each, ParametrizationList)]
-        for operation in attachment.operations if lists else ():
-            for kind in operation.kinds:
-                things = {each.names[0]: each for each in kind.things(attachment.model)}
-                for module in lists:
-                    path = attachment.modules[module][0]
-                    prefix, _, tensor = path.rpartition("parametrizations.")
-                    owner = attachment.model.get_submodule(prefix.rstrip("."))
-                    parts = dict(module.named_parameters(path, recurse=False))
-                    # The selector misses what it would pick under the name of the tensor.
-                    behind = [things[name] for name in parts if name in things]
-                    name = prefix + tensor
-                    named = [each._replace(names=(name,), owners=(owner,)) for each in behind]
-                    is_selected = any((kind, each.names[0]) in operation.near for each in behind)
-                    if not is_selected and any(
-                        leaf.near(each) for leaf in operation.leaves for each in named
-                    ):
-                        text = self.text("parametrized", name=name, parameters=", ".join(parts))
-                        operation.note(text)
+        model, named = attachment.model, attachment.modules
+        lists = [each for each in named if isinstance(each, ParametrizationList)]
+        operations = attachment.operations if lists else ()
+        for operation, kind in ((each, kind) for each in operations for kind in each.kinds):
+            params = [each for each in kind.things(model) if isinstance(each.thing, Tensor)]
+            for module in lists:
+                prefix, _, tensor = named[module][0].rpartition("parametrizations.")
+                name, owner = prefix + tensor, model.get_submodule(prefix.rstrip("."))
+                behind = [each for each in params if module in each.owners]
+                # The selector misses what it would pick under the name of the tensor.
+                is_missed = not any((kind, each.names[0]) in operation.near for each in behind)
+                renamed = [each._replace(names=(name,), owners=(owner,)) for each in behind]
+                if is_missed and any(
+                    leaf.near(each) for leaf in operation.leaves for each in renamed
+                ):
+                    parts = ", ".join(each.names[0] for each in behind)
+                    operation.note(self.text("parametrized", name=name, parameters=parts))

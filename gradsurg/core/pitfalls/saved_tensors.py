@@ -1,58 +1,44 @@
 """Saved-tensor hooks do not add up, see no names, and are not differentiated."""
 
-from typing import ClassVar
-
-from gradsurg.core.pitfalls.base import Pitfall, refused
+from gradsurg.core.pitfalls.base import Cell, Pitfall
 
 
 class OnePair(Pitfall):
     """Of nested saved-tensor hooks the innermost pair alone is called.
 
     A hook learns nothing of a tensor but its values, so that all of a block are one site. Inside
-    torch.func PyTorch disables such hooks.
+    torch.func PyTorch disables such hooks. A gradient is differentiated as if they had changed
+    nothing: a penalty on it has a wrong derivative, without an error.
 
     >>> hooks, x = torch.autograd.graph.saved_tensors_hooks, torch.ones(1, requires_grad=True)
     >>> outer, inner = (hooks(partial(print, name), print) for name in ("outer", "inner"))
     >>> with outer, inner: y = (3 * x).square()
     inner tensor([3.], grad_fn=<MulBackward0>)
+    >>> with hooks(lambda saved: saved, lambda saved: saved * 3): y = x**3
+    >>> torch.autograd.grad(torch.autograd.grad(y, x, create_graph=True), x)  # of 27 x**2: 54 x
+    (tensor([18.]),)
 
     https://docs.pytorch.org/docs/stable/autograd.html, "Hooks for saved tensors".
     """
 
-    rows: ClassVar = {
-        ("other saved-tensor hooks", "SavedTensors"): refused(
+    cells = (
+        Cell("other saved-tensor hooks", "SavedTensors").refused(
             "there are hooks already, as those of a checkpoint, and a node takes one pair alone. "
             "Choose the module without node=."
         ),
-        ("stateful transform", "SavedTensors"): refused(
+        Cell("stateful transform", "SavedTensors", ValueError).refused(
             "it is many tensors, and {what} remembers one thing for each site. "
-            "Choose modules or nodes.",
-            ValueError,
+            "Choose modules or nodes."
         ),
-        ("nested modules", "SavedTensors"): refused(
-            "another intervention selects {outer} around it and not the module itself, and a saved "
-            "tensor belongs to the innermost module alone. Let both select the same modules."
+        Cell("nested modules", "SavedTensors").refused(
+            "another intervention selects {outer} around it, and a saved tensor belongs to the "
+            "innermost module alone. Let both select the same modules."
         ),
-        ("torch.func", "SavedTensors"): refused(
+        Cell("torch.func", "SavedTensors").refused(
             "PyTorch has no saved-tensor hooks inside torch.func. Use Activations."
         ),
-    }
-
-
-class DoubleBackward(Pitfall):
-    """PyTorch differentiates a gradient as if saved-tensor hooks had changed nothing.
-
-    A penalty on that gradient has a wrong derivative, without an error.
-
-    >>> x, hooks = torch.ones(1, requires_grad=True), torch.autograd.graph.saved_tensors_hooks
-    >>> with hooks(lambda saved: saved, lambda saved: saved * 3): y = x**3
-    >>> torch.autograd.grad(torch.autograd.grad(y, x, create_graph=True), x)  # of 27 x**2: 54 x
-    (tensor([18.]),)
-    """
-
-    rows: ClassVar = {
-        ("double backward", "SavedTensors"): refused(
+        Cell("double backward", "SavedTensors").refused(
             "it is read back under create_graph, and PyTorch cannot differentiate what is done. "
             "Use Activations, or no create_graph."
-        )
-    }
+        ),
+    )

@@ -1,8 +1,6 @@
 """A gradient may be sparse."""
 
-from typing import ClassVar
-
-from gradsurg.core.pitfalls.base import Pitfall, refused
+from gradsurg.core.pitfalls.base import Cell, Pitfall
 
 
 class SparseGradient(Pitfall):
@@ -16,10 +14,9 @@ class SparseGradient(Pitfall):
     https://docs.pytorch.org/docs/stable/sparse.html, "Uncoalesced sparse COO tensors".
     """
 
-    rows: ClassVar = {
-        ("sparse gradient", "Parameters Buckets Captured"): refused(
+    cells = (
+        Cell("sparse gradient", "Parameters Buckets Captured", ValueError).refused(
             "{transform} does not act on the values of a sparse gradient alone. "
-            "Use an elementwise transform that keeps zero, or sparse=False.",
-            ValueError,
-        )
-    }
+            "Use an elementwise transform that keeps zero, or sparse=False."
+        ),
+    )

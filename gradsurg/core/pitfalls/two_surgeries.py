@@ -1,12 +1,11 @@
 """Hooks add up."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 from weakref import WeakSet
 
 from torch import nn
 
-from gradsurg.core.pitfalls.base import AttachmentLike, Pitfall, SiteHook, warned
+from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Pitfall, SiteHook
 
 _open: "WeakSet[AttachmentLike]" = WeakSet()
 
@@ -22,12 +21,12 @@ class TwoSurgeries(Pitfall):
     https://docs.pytorch.org/docs/stable/notes/autograd.html, "Backward Hooks execution".
     """
 
-    rows: ClassVar = {
-        ("two surgeries", "*"): warned(
+    cells = (
+        Cell("two surgeries", "*").warned(
             "two open surgeries have this intervention, and both changed the gradient at "
             "'{site}'; close() the one that is not meant"
-        )
-    }
+        ),
+    )
 
     def attached(self, attachment: AttachmentLike) -> None:
         self.done.add("attached")
