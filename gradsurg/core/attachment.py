@@ -73,7 +73,8 @@ class Attachment:
         self.shadow = shadow  # effects are measured, and no result is used
         self.is_compiled = is_compiled  # whether `attach` was given the result of torch.compile
         self.factor = 1.0  # of the losses of `live.backward`
-        self.ledger, self.steps, self.leaves = Ledger(), OptimizerSteps(), Leaves()
+        self.ledger, self.steps = Ledger(), OptimizerSteps()
+        self.leaves = Leaves()  # hooks on inputs that require a gradient, which outlive a graph
         self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
@@ -216,7 +217,7 @@ class Attachment:
         before = self.operations
         try:
             self._watch(operations)
-            # Its hooks on modules run after ours, and see the aliases that ours may return.
+            # Last: the hooks of an aggregator must see the aliases that ours may return.
             for label in aggregators:
                 self.multi_task.add(label, self.aggregators[label])
                 self.begin_flags(self.aggregators[label])
