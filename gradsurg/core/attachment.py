@@ -22,14 +22,13 @@ from gradsurg.core.site_hook import Joint, SiteHook
 from gradsurg.core.traced import TracedHook, why_it_breaks
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
-from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import names_of, one_scan
 from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.torch_internals import autograd, module_hooks
+from gradsurg.torch_internals import compiling, module_hooks
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
@@ -76,7 +75,8 @@ class Attachment:
         self.is_compiled = is_compiled  # whether `attach` was given the result of torch.compile
         self.start = self.clock.step  # the step at which this block began
         self.factor = 1.0  # of the losses of `live.backward`
-        self.ledger, self.steps, self.leaves = Ledger(), OptimizerSteps(), Leaves()
+        self.ledger, self.steps = Ledger(), OptimizerSteps()
+        self.leaves = Leaves()  # hooks on inputs that require a gradient, which outlive a graph
         self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
@@ -232,7 +232,7 @@ class Attachment:
         before = self.operations
         try:
             self._watch(operations)
-            # Its hooks on modules run after ours, and see the aliases that ours may return.
+            # Last: the hooks of an aggregator must see the aliases that ours may return.
             for label in aggregators:
                 self.multi_task.add(label, self.aggregators[label])
                 self.begin_flags(self.aggregators[label])
@@ -493,18 +493,6 @@ class Attachment:
         """Enter into the ledger the near names of all interventions at which no place was met."""
         expectations.enter_unmet(self)
 
-    def end_warnings(self) -> Iterator[str]:
-        """Yield the warnings to emit when the surgery ends."""
-        if self.shadow and not self.effects.every:
-            return  # nothing acts and nothing is measured
-        for listener in self.listeners["closed"]:
-            yield from (text for text in listener(self) or () if text not in self.warned)
-        yield from self.removed
-        if self.has_multi_task:
-            yield from self.multi_task.closing_warnings()
-        for operation in self.operations:
-            yield from expectations.ending(self, operation)
-
     # Helpers.
 
     def _at(self, kind: Kind) -> list[Operation]:
@@ -528,28 +516,6 @@ class Attachment:
                 self.ledger.enter(entry.intervention, entry.site, [alias], entry.skipped)
         left = [hook for hook in joint.hooks if hook.operation not in acting]
         return joint if len(left) == len(joint.hooks) else Joint(left) if left else None
-
-    def check_idle(self) -> None:
-        """Raise RuntimeError if the surgery is detached, or a backward pass runs."""
-        self.check_open()
-        if autograd.in_backward():
-            raise RuntimeError(
-                "inside a backward pass: add, remove and change interventions before or after it"
-            )
-
-    def find(self, label: str) -> Operation:
-        """The intervention with this label, or with a link of this label.
-
-        Raises LookupError, with the nearest label, if there is none, ValueError for an aggregator.
-        """
-        self.check_idle()
-        for operation in self.operations:
-            if label in (operation.label, *operation.labels):
-                return operation
-        if label in self.aggregators:
-            raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
-        listed = nearest(label, [operation.label for operation in self.operations])
-        raise LookupError(f"there is no intervention '{label}'. {listed}")
 
     def check(self, intervention: Intervention, others: Iterable[Operation]) -> None:
         """Raise an error for an intervention that cannot act beside `others`."""

@@ -1,6 +1,6 @@
-"""Whether the places that interventions should have were met, and how often."""
+"""Whether the places that interventions should have were met, and the warnings at the end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,6 +116,19 @@ def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
                     name = entry.site.partition("#")[0]  # of a module or a parameter
                     if name in names:
                         entry.foreign = others
+
+
+def end_warnings(attachment: "Attachment") -> Iterator[str]:
+    """Yield the warnings to emit when the surgery ends."""
+    if attachment.shadow and not attachment.effects.every:
+        return  # nothing acts and nothing is measured
+    for listener in attachment.listeners["closed"]:
+        yield from (text for text in listener(attachment) or () if text not in attachment.warned)
+    yield from attachment.removed
+    if attachment.has_multi_task:
+        yield from attachment.multi_task.closing_warnings()
+    for operation in attachment.operations:
+        yield from ending(attachment, operation)
 
 
 def ending(attachment: "Attachment", operation: Operation) -> list[str]:

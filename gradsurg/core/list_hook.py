@@ -37,6 +37,8 @@ class ListHook:
         self, operation: Operation, places: Sequence[Place], skip: Callable[[], None] | None = None
     ) -> None:
         self.operation, self.places, self._skip = operation, places, skip
+        self.scope: Scope = operation.intervention.scope
+        self.asks: frozenset[Ask] = operation.asks
         sites = tuple(place.site for place in places)
         self.hooks = [operation.hook_at(place) for place in places]
         self.values: Sequence[ReadTensor] = ()
@@ -66,16 +68,6 @@ class ListHook:
     def order(self) -> int:
         """The position of the intervention in its surgery."""
         return self.operation.attachment.operations.index(self.operation)
-
-    @property
-    def scope(self) -> Scope:
-        """Whether the transform takes one gradient or a group of them."""
-        return self.operation.intervention.scope
-
-    @property
-    def asks(self) -> frozenset[Ask]:
-        """What it needs besides the gradients."""
-        return self.operation.asks
 
     @property
     def stateful(self) -> str:
@@ -193,7 +185,8 @@ class ListHook:
         contexts = self._contexts(index, rows, grads)
         checks = not (self._is_checked and link.is_trusted)
         versions = [autograd.version_of(grad) for grad in grads] if checks else []
-        note = f"while {link.label} acted on {len(grads)} sites, step {operation.step}"
+        step = operation.attachment.clock.step
+        note = f"while {link.label} acted on {len(grads)} sites, step {step}"
         try:
             if has_entries:
                 befores = self._of_each(index, link, transform, hooks, grads, saved)

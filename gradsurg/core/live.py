@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.core.attachment import Attachment
+from gradsurg.core.expectations import end_warnings
 from gradsurg.core.intervention import Intervention
+from gradsurg.core.operation import Operation
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.selection import one_scan
+from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import SKIPPED
 from gradsurg.triggers.base import Clock, Trigger
 
@@ -230,8 +233,7 @@ class Live:
         forward, as Outputs does, or reads the batch. An error leaves nothing attached. Raises
         RuntimeError inside a backward pass, as `remove` and `set` do.
         """
-        attachment = self.attachment
-        attachment.check_idle()
+        attachment = self._idle()
         if not isinstance(intervention, Intervention):
             raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
         if intervention.aggregator is not None:
@@ -248,7 +250,7 @@ class Live:
 
         Raises LookupError, listing the labels, unless one is `label`.
         """
-        operation = self.attachment.find(label)
+        operation = self._find(label)
         if label != operation.label:
             raise LookupError(f"'{label}' is a link of '{operation.label}': remove the whole")
         self.attachment.remove(operation)
@@ -260,7 +262,7 @@ class Live:
         keeps its state; a replaced trigger loses its own. Raises LookupError for an unknown label,
         ValueError for a wrong field and for a transform or a trigger that cannot act there.
         """
-        operation = self.attachment.find(label)
+        operation = self._find(label)
         new = operation.intervention.changed(operation.labels, label, when, changes)
         self.attachment.set(operation, new)
 
@@ -293,7 +295,7 @@ class Live:
             return  # it runs once: the surgery was closed before
         try:
             with one_scan(self.attachment.model):
-                warnings = list(self.attachment.end_warnings())
+                warnings = list(end_warnings(self.attachment))
             # Afterwards, as a warning may be an error: then the hooks are removed all the same.
             _warn(warnings)
         finally:
@@ -306,6 +308,29 @@ class Live:
         self.unentered.clear()  # the list that the finalizer has, which would warn
         self._finalizer()
         self._model = None
+
+    def _idle(self) -> Attachment:
+        """The attachment. Raises RuntimeError if it is detached, or a backward pass runs."""
+        self.attachment.check_open()
+        if autograd.in_backward():
+            raise RuntimeError(
+                "inside a backward pass: add, remove and change interventions before or after it"
+            )
+        return self.attachment
+
+    def _find(self, label: str) -> Operation:
+        """The intervention with this label, or with a link of this label.
+
+        Raises LookupError, with the nearest label, if there is none, ValueError for an aggregator.
+        """
+        attachment = self._idle()
+        for operation in attachment.operations:
+            if label in (operation.label, *operation.labels):
+                return operation
+        if label in attachment.aggregators:
+            raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
+        listed = nearest(label, [operation.label for operation in attachment.operations])
+        raise LookupError(f"there is no intervention '{label}'. {listed}")
 
     def __enter__(self) -> Self:
         self.unentered.clear()

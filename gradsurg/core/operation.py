@@ -265,11 +265,6 @@ class Operation:
 
     # Life cycle.
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.attachment.clock.step
-
     def hook_at(self, place: Place) -> SiteHook:
         """Return the hook of a place, always the same for a site.
 

@@ -158,6 +158,7 @@ class SiteHook:
         check_dense(self, grad)
         # A backward pass may run under autocast; transforms compute in the gradient's precision.
         with without_autocast(grad.device.type):
+            # Of several interventions at a place another one may have asked for them.
             given = entering if "entering" in operation.asks else ()
             result = self.run_links(grad, value, on_device, True, given, layer)
         if sparse is None:  # sparse gradients are converted each time: no fast path

@@ -66,13 +66,13 @@ def why_it_breaks(intervention: Intervention) -> str:
     for kind in [leaf.kind_at(intervention.stage) for leaf in intervention.at.leaves]:
         if not kind.is_traced:
             return f"hooks at {kind.name} read or write more than the graph has"
-    for link, facts in zip(intervention.links, intervention.facts, strict=True):
-        if not facts.is_trusted:
-            return f"the results of {link!r} are checked"
-        if facts.apply is None:
-            return f"{link!r} keeps a state"
-        if "deterministic" not in link.properties:
-            return f"{link!r} draws random numbers"
+    for link in intervention.facts:
+        if not link.is_trusted:
+            return f"the results of {link.transform!r} are checked"
+        if link.apply is None:
+            return f"{link.transform!r} keeps a state"
+        if "deterministic" not in link.transform.properties:
+            return f"{link.transform!r} draws random numbers"
     # "whole" gradients of sharded parameters are asked for at any site, and these are at modules.
     if intervention.needs or intervention.asks - {"whole"}:
         return f"{intervention.operator!r} reads more than the gradient"

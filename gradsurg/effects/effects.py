@@ -33,16 +33,16 @@ REST = 'live.effects.table(sites="*")'
 
 @dataclass(slots=True)
 class _Slot:
-    """One transform at one site; `sketch` has entries, each of which represents `stride`."""
+    """One transform at one site, with the counts of its entry at the last fetch."""
 
-    transform: str
-    entry: Entry
+    transform: str  # its label
+    entry: Entry  # of the intervention at the site; several links have one
     fetched_fired: int = 0
     fetched_calls: int = 0
     fetched_sent: int = 0  # bytes
-    sketch: Tensor | None = None
+    sketch: Tensor | None = None  # every `stride`-th entry of a gradient, for quantiles
     stride: int = 1
-    is_sketched: bool = False  # since the last fetch
+    is_sketched: bool = False  # since the last fetch, as one gradient is enough
 
 
 class NonFinite(NamedTuple):
@@ -90,14 +90,18 @@ class Effects:
     _fresh: Measured = field(default_factory=Measured)  # since the last fetch
     _totals: Measured = field(default_factory=Measured)  # before it
     _num_measured: int = 0  # pairs that were converted to numbers
+    # The number of the slot by label, label of the intervention, and site.
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    _pairs: list[tuple[int, int, int]] = field(default_factory=list)  # slot, size and step of each
+    # Pairs of gradients that were not yet converted: slot, size and step of each. Row i of `_sums`
+    # has the sums of pair i, unless they are on a device.
+    _pairs: list[tuple[int, int, int]] = field(default_factory=list)
     _sums: Tensor = field(
         default_factory=partial(torch.zeros, MAX_PAIRS, NUM_SUMS, dtype=torch.float64, device="cpu")
     )
     _elsewhere: dict[int, Tensor] = field(default_factory=dict)  # sums on a device, by row
+    # Inside `of_shards`, its arguments; then the rows of parts of gradients, and their processes.
     _shards: "tuple[distributed.ProcessGroup, Mapping[str, int]] | None" = None
-    _parts: list[int] = field(default_factory=list)  # rows of parts of gradients
+    _parts: list[int] = field(default_factory=list)
     _parts_of: "distributed.ProcessGroup | None" = None
 
     def __repr__(self) -> str:  # without a number: those on a device are not waited for
@@ -118,20 +122,20 @@ class Effects:
         is_plain = is_in_memory(before) and (after is before or is_in_memory(after))
         if not is_plain and (autograd.is_batched(before) or autograd.is_batched(after)):
             return
-        row = len(self._pairs)
+        row = len(self._pairs)  # of `_sums`, which is zero from here on
         if row == MAX_PAIRS:
             self._collect()
             row = 0
         size = before.numel()
         if self._shards is not None:
             self._parts_of, sizes = self._shards
-            size = sizes[self._slots[slot].entry.site]
+            size = sizes[self._slots[slot].entry.site]  # of the whole, for shares of its entries
             self._parts.append(row)
         self._pairs.append((slot, size, self._step))
         if is_plain and before.is_cpu:
             add_on_cpu(before, after, self._sums, row)
         else:
-            self._elsewhere[row] = eager_sums(before, after)
+            self._elsewhere[row] = eager_sums(before, after)  # without a wait for the device
         owner = self._slots[slot]
         if not owner.is_sketched:
             owner.is_sketched = True
@@ -170,7 +174,7 @@ class Effects:
 
     def begin(self, step: int) -> None:
         """Begin a step: decide whether its gradients are measured."""
-        if self._parts:
+        if self._parts:  # here, where all processes are: they must all take part
             self._add_parts()
         self.sampling = self.every > 0 and step % self.every == 0
         self._step = step
@@ -190,7 +194,7 @@ class Effects:
             slot.is_sketched = False
             entry, calls = slot.entry, slot.entry.all_calls
             counts = fired - slot.fetched_fired, calls - slot.fetched_calls
-            unfired = self.every and not counts[0]
+            unfired = self.every and not counts[0]  # seen and never acted on: worth a row
             if values.sampled or (counts[1] and (counted or unfired)):
                 sent = entry.sent - slot.fetched_sent
                 rows.append(_row(slot, values, *counts, sent / max(1, counts[1])))
@@ -220,6 +224,7 @@ class Effects:
     def rows(self) -> list[dict[str, object]]:
         """Return the rows of all gradients so far; the next `fetch` is not affected."""
         self._collect()
+        # A copy, so that the numbers since the last fetch stay apart for the next one.
         both = Measured(self._totals.sums.copy(), self._totals.extremes.copy())
         both.merge(self._fresh)
         rows = []
@@ -327,6 +332,7 @@ class Effects:
             return []
         # The smallest entry with at least this share of the entries at or below it.
         shares = weights[is_finite][order].double().cumsum(0)
+        # A factor below 1, so that a rounding error does not step over an exact share.
         ranks = torch.searchsorted(shares, torch.tensor(at).double() * shares[-1] * (1 - 1e-9))
         return entries[ranks].tolist()
 
@@ -338,6 +344,7 @@ class Effects:
         self._add_parts()
         pairs, self._pairs = self._pairs, []
         elsewhere, self._elsewhere = self._elsewhere, {}
+        # One copy for each device and dtype: each copy waits for its device.
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for row, sums in elsewhere.items():
             groups.setdefault((sums.device, sums.dtype), []).append(row)
@@ -347,6 +354,7 @@ class Effects:
         sums = self._sums[: len(pairs)].numpy()
         numbers = effect_numbers(sums, [size for _, size, _ in pairs])
         if self._first_nonfinite is None and sums[:, 7].any():
+            # Column 0 is the sum of squares before the transform, 7 the count that is not finite.
             made = np.flatnonzero(np.isfinite(sums[:, 0]) & (sums[:, 7] > 0))
             if len(made):
                 number, _, step = pairs[made[0]]
@@ -367,7 +375,7 @@ class Effects:
         fired = [slot.entry.earlier_fired + slot.entry.fired for slot in self._slots]
         elsewhere: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for number, slot in enumerate(self._slots):
-            if isinstance(count := slot.entry.fired_on_device, Tensor):
+            if isinstance(count := slot.entry.fired_on_device, Tensor):  # 0 if none was on a device
                 elsewhere.setdefault(count.device, []).append((number, count))
             else:
                 fired[number] += count

@@ -17,6 +17,7 @@ class SurgeryWarning(UserWarning):
 
 def warn_user(text: str) -> None:
     """Warn the first caller outside gradsurg."""
+    # The number of frames is not constant: a warning may come from a hook, or from deep inside.
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("gradsurg."):
         frame, level = frame.f_back, level + 1
@@ -27,28 +28,24 @@ def warn_user(text: str) -> None:
 class Entry:
     """The counts of one site of one intervention, in this attachment.
 
-    `fired` and `not_fired` count gradients that the trigger decided on the host, `on_device` counts
-    gradients whose trigger was decided on the device, `fired_on_device` those among them for which
-    it fired. `earlier_*` are the counts of an interrupted run. `sent` is the number of bytes that
-    this process sent for gradients of the site, if it is one where they are sent. `foreign` names
-    other hooks at the same place; `is_other_name` says that calls of its module go by another name,
-    `is_traced` that compiled code acts there, which counts nothing.
+    A trigger decides on the host or on the device: counts on the device stay there until they are
+    read, as reading one waits for it.
     """
 
-    intervention: str
+    intervention: str  # its label
     site: str
-    aliases: list[str] = field(default_factory=list)
-    skipped: str = ""
-    foreign: list[str] = field(default_factory=list)
-    is_other_name: bool = False
-    is_traced: bool = False
-    fired: int = 0
+    aliases: list[str] = field(default_factory=list)  # site ids that its other names would give
+    skipped: str = ""  # why no gradient is expected, as "frozen"
+    foreign: list[str] = field(default_factory=list)  # hooks of others at the same place
+    is_other_name: bool = False  # whether the calls of its module go by another name
+    is_traced: bool = False  # whether compiled code acts there, which counts nothing
+    fired: int = 0  # gradients for which the trigger fired, decided on the host
     not_fired: int = 0
-    on_device: int = 0
-    fired_on_device: Any = 0  # Any: a tensor, and this floor does without torch
-    earlier_calls: int = 0
+    on_device: int = 0  # gradients for which it was decided on the device
+    fired_on_device: Any = 0  # those of them acted on. Any: a tensor; this floor is without torch
+    earlier_calls: int = 0  # counts of an interrupted run
     earlier_fired: int = 0
-    sent: int = 0
+    sent: int = 0  # bytes that this process sent for its gradients, at `Buckets`
 
     @property
     def calls(self) -> int:
@@ -104,18 +101,17 @@ class Ledger:
         site: str,
         aliases: Sequence[str] = (),
         skipped: str = "",
-        foreign: Sequence[str] = (),
     ) -> Entry:
-        """Return the entry of a site; make it, or update its aliases and hooks of others."""
+        """Return the entry of a site; make it, or update its aliases and `skipped`."""
         entries = self.sites.setdefault(intervention, {})
         entry = entries.get(site)
         if entry is None:
             entry = entries[site] = Entry(intervention, site)
-        entry.aliases.extend(alias for alias in aliases if alias not in entry.aliases)
-        entry.foreign.extend(name for name in foreign if name not in entry.foreign)
         entry.skipped = skipped
         for alias in aliases:
-            self.forget(intervention, alias)
+            if alias not in entry.aliases:
+                entry.aliases.append(alias)
+            self.forget(intervention, alias)  # it may have been met as a site of its own
         return entry
 
     def keep(self, entry: Entry) -> None:

@@ -46,14 +46,15 @@ class Measured:
 
         Of equal norms the first one counts.
         """
-        np.add.at(self.sums, slots, numbers)  # one after the other
+        # `sums[slots] += numbers` would add one of several pairs of a slot alone.
+        np.add.at(self.sums, slots, numbers)
         norms, counts = numbers[:, 0, 0], numbers[:, 0, NONFINITE]
         has_nonfinite = counts.any()
         if has_nonfinite:  # an infinite norm of finite entries has overflowed, and is the largest
             norms = np.where(np.isfinite(norms) | (counts == 0), norms, np.nan)
         largest = self.extremes[:, 0]
         earlier = largest[slots]
-        np.fmax.at(largest, slots, norms)
+        np.fmax.at(largest, slots, norms)  # fmax: a NaN is no largest norm
         # In reverse, because of several assignments to one row NumPy keeps the last.
         rows = np.flatnonzero((norms == largest[slots]) & (norms > earlier))[::-1]
         self.extremes[slots[rows], 1] = steps[rows]
@@ -89,6 +90,7 @@ class Measured:
         for row, total in zip(means, sums[:, NONFINITE].tolist(), strict=True):
             row[NONFINITE] = int(total)
         norms, steps, since, places = self.extremes.T.tolist()
+        # Rank 0 is that of -1, of slots without such a gradient: told as None.
         ranks = {place: rank for rank, place in enumerate(sorted({-1, *places}))}
         extremes = [
             (

@@ -15,14 +15,14 @@ from gradsurg.effects.numbers import EFFECT_NAMES, NORM_RATIO, NORMS
 LARGEST, MEAN = "norm_max", "norm_before"
 AUTO, SITES = "auto", "sites"
 MAX_SITES = 12  # of a transform; with more it is summarized
-NUM_WORST = 3
-NUM_BLOCKS = 6
-COUNTS = ("seen", "calls", "bytes", "nonfinite")
+NUM_WORST = 3  # sites shown of those that stand out
+NUM_BLOCKS = 6  # of consecutive layers, in a summary
+COUNTS = ("seen", "calls", "bytes", "nonfinite")  # added up over sites; others are averaged
 MEANS = (*(name for name in EFFECT_NAMES if name not in COUNTS), NORM_RATIO.name)
 FINITE = tuple(dict.fromkeys((*COUNTS, *EFFECT_NAMES, LARGEST)))
 LOGGED = ("seen", "calls", *EFFECT_NAMES, LARGEST, NORM_RATIO.name, "bytes")
 REAL = (int, float)
-COMPARED = ("cosine", NORM_RATIO.name)
+COMPARED = ("cosine", NORM_RATIO.name)  # by which sites stand out
 LAYER = re.compile(r"(?:.*\.)?\d+(?=\.|$)")  # to the last number: `h.0`, `layer1.2`
 
 Row = Mapping[str, object]
@@ -148,6 +148,7 @@ def _finite(row: Row) -> Finite:
 
 
 def _over(rows: Sequence[Finite], names: Iterable[str]) -> Row:
+    # The two means can be compared only if they are over the same sites.
     both = [row for row in rows if all(name in row for name in NORMS)] or rows
     values = {
         name: [row[name] for row in (both if name in NORMS else rows) if name in row]
@@ -163,6 +164,7 @@ def _worst(rows: Iterable[Finite], name: str) -> list[int]:
     """Return the indices of the worst rows."""
     known = [(row[name], index) for index, row in enumerate(rows) if name in row]
     if name == NORM_RATIO.name:
+        # A norm that is halved is as far from 1 as one that is doubled.
         known = [(min(v, 1 / v) if v else v, index) for v, index in known]
     return [index for _, index in sorted(known)[:NUM_WORST]]
 
@@ -172,6 +174,7 @@ def _blocks(sites: tuple[str, ...]) -> list[tuple[str, frozenset[str]]]:
     """The sites of each block of consecutive layers, named by the first and the last one."""
     layers: dict[str, list[str]] = {}
     for site in sites:
+        # Without a number, as `fc1.weight`, the module is the layer.
         layer = match[0] if (match := LAYER.match(site)) else site.rpartition(".")[0] or site
         layers.setdefault(layer, []).append(site)
     names, count = [*layers], min(len(layers), NUM_BLOCKS)

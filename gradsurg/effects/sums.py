@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.plugins.extras import need
-from gradsurg.torch_internals import autograd
 
 Array = NDArray[np.float64]
 CPUKernel = Callable[[int, int, int, int], None]
@@ -41,12 +40,12 @@ _log = logging.getLogger("gradsurg")
 
 def is_in_memory(tensor: Tensor) -> bool:
     """Whether the entries of a tensor are those in its memory, on a CPU or another device."""
-    return (
-        type(tensor) is Tensor
-        and not autograd.is_wrapped(tensor)
-        and not tensor.is_neg()
-        and tensor.data_ptr() != 0  # of an empty tensor, or of zeros that take no memory
-    )
+    if type(tensor) is not Tensor or tensor.is_neg():  # a view whose entries are to be negated
+        return False
+    try:
+        return tensor.data_ptr() != 0  # of an empty tensor, or of zeros that take no memory
+    except RuntimeError:  # inside torch.func and vmap a tensor stands for others, and has none
+        return False
 
 
 def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:

@@ -81,7 +81,7 @@ def _table(
         for line in _extreme_lines(own, bool(few[name]))
     ]
     if hidden := sum(len(parts[name]) - len(shown) + 1 for name, shown in few.items() if shown):
-        lines.append(f"{hidden} other sites: {rest}")
+        lines.append(f"{hidden} other sites: {rest}")  # `rest` says where to find them
     rows = [
         {**row, "fired": _fired(row)} for name, own in parts.items() for row in few[name] or own
     ]
@@ -170,7 +170,7 @@ def _is_shown(key: str, rows: Sequence[Mapping[str, object]]) -> bool:
         case "fired":
             return any(value not in (None, 1.0) for value in values)
         case _:
-            return any(values)
+            return any(values)  # a column of zeros, or of nothing, tells nothing
 
 
 def _cell(key: str, value: object) -> str:

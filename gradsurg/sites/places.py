@@ -122,45 +122,37 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of site in one of its modes, of which there is one object.
-
-    `things` lists the modules or parameters of a model at which it may have places. `watch`
-    registers the hooks on the modules or parameters that a selector may pick: it is called when a
-    surgery is attached, and again after each change of its interventions. `suffix` follows the call
-    in the site ids. `known_at` says when all its places are known: at once, after a forward, or
-    only after a backward pass. `reaches_new` says that its hooks reach modules and parameters that
-    come later, `is_traced` that they may act in compiled code.
-    """
+    """A kind of site in one of its modes; there is one object of each."""
 
     name: str
-    mode: str
+    mode: str  # a stage, a side of nodes, or another field of its selector; empty for a single one
+    # Lists the modules or parameters of a model at which it may have places.
     things: Callable[[nn.Module], list[Named]] = field(repr=False)
+    # Registers hooks on those of them that a selector may pick: called when a surgery is attached,
+    # and again, without the earlier hooks, after each change of its interventions.
     watch: Callable[["Door", Sequence[Named], "Shared"], object] = field(repr=False)
-    suffix: str = field(default="", repr=False)
+    suffix: str = field(default="", repr=False)  # follows the call in its site ids
+    # When all its places are known: in `watch`, after a forward, or only after a backward pass.
     known_at: Literal["watch", "forward", "backward"] = field(default="forward", repr=False)
+    # Whether its hooks reach modules and parameters that are added to the model later.
     reaches_new: bool = field(default=False, repr=False)
+    # Whether its hooks may act in compiled code.
     is_traced: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place at which a gradient passes.
-
-    `names` are all names of a parameter, or the one of a module that its call goes by. `call` is
-    the index of that call, or OUTSIDE for one outside of the model's forward. `item` is the path of
-    a tensor in nested values, or the edge of a node, `node` the name of an autograd node, and
-    `occurrence` its index among those of the same name in the call. `suffix` follows that of the
-    kind in the site id. The module or parameter is held weakly, as graphs hold places.
-    """
+    """A place at which a gradient passes."""
 
     kind: Kind
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all of a parameter, or the one of a module that its call goes by
+    # The module or parameter, held weakly: graphs hold hooks, and hooks hold places.
     held: "ref[nn.Module] | ref[Tensor]" = field(compare=False, repr=False)
-    call: int | None = None
-    item: str = ""
-    node: str = ""
-    occurrence: int = 0
-    suffix: str = ""
+    call: int | None = None  # the index of that call; OUTSIDE for one outside the model's forward
+    item: str = ""  # the path of a tensor in nested values, or the edge of a node
+    node: str = ""  # the name of an autograd node
+    occurrence: int = 0  # its index among the nodes of this name in the call
+    suffix: str = ""  # follows the kind's in the site id
 
     @property
     def name(self) -> str:
@@ -175,7 +167,7 @@ class Place:
     @property
     def whole(self) -> str:
         """The site id without `item`: several tensors of one call have it in common."""
-        call = "" if self.call is None else f"#{max(self.call, 0)}"
+        call = "" if self.call is None else f"#{max(self.call, 0)}"  # OUTSIDE is told as 0
         node = f"/{plain(self.node)}[{self.occurrence}]" if self.node else ""
         return f"{self.names[0]}{call}{self.kind.suffix}{self.suffix}{node}"
 
@@ -206,22 +198,17 @@ Things = Mapping[Kind, Sequence[Named]]
 
 @dataclass(eq=False)
 class Memory:
-    """The memory of one attached intervention; its selector is a constant.
+    """The memory of one attached intervention, as several may share a selector."""
 
-    `stage` is that of the intervention; None means the first one that a selector may have. `near`
-    has the names at which the selector and each of its parts may pick places, `admitted` the places
-    that each part with a limit has let in, `rejected` those that the whole selector has not picked;
-    `has_picked` says that it has picked one, `picking` are the parts that have done so, `refusing`
-    those that have not picked a place.
-    """
-
-    stage: Stage | None = None
+    stage: Stage | None = None  # of the intervention; None: the first that a selector may have
+    # The names at which the selector, and each of its parts, may pick places.
     near: "dict[Selector, Near]" = field(default_factory=dict)
+    # The site ids that each part with a limit, as `first(2)`, has let in.
     admitted: "dict[Selector, dict[str, None]]" = field(default_factory=dict)
-    rejected: dict[Place, None] = field(default_factory=dict)
-    has_picked: bool = False
-    picking: "set[Selector]" = field(default_factory=set)
-    refusing: "set[Selector]" = field(default_factory=set)
+    rejected: dict[Place, None] = field(default_factory=dict)  # not picked by the whole selector
+    has_picked: bool = False  # whether the whole selector has picked a place
+    picking: "set[Selector]" = field(default_factory=set)  # the parts that have picked one
+    refusing: "set[Selector]" = field(default_factory=set)  # those that have not picked one
 
 
 class Selector(ABC):
@@ -311,7 +298,7 @@ class Selector(ABC):
         Each with the reason why none will be, empty if that is not known. A place that was not
         picked needs none; one with a negative `occurrence` stands for a place that there is not.
         """
-        settled: set[str] = set()
+        settled: set[str] = set()  # ids and names that need no reason
         for place in memory.rejected:
             settled |= {place.site, place.whole, *[place.name] * (place.occurrence >= 0)}
         for leaf in self.leaves:
@@ -321,6 +308,8 @@ class Selector(ABC):
                 near = [name for name in named.names if (kind, name) in memory.near[self]]
                 if not near or any((kind, name) in met for name in named.names):
                     continue
+                # The calls of a module with several names take them in turn: with one call alone,
+                # the other names have none.
                 is_other = near[0] != first and isinstance(named.thing, nn.Module)
                 site = leaf.expected(near[0])
                 if site and site not in settled:
@@ -333,7 +322,8 @@ class Selector(ABC):
         if they may be picked.
         """
         if any(name == ELSEWHERE for _, name in memory.near[self]):
-            return None
+            return None  # modules outside the model may be called in a later forward
+        # Tensors of one call are listed apart only if the selector could tell them apart.
         items = any(leaf.picks_items for leaf in self.leaves)
         met = (place.site if items else place.whole for place in memory.rejected)
         sites = ", ".join(dict.fromkeys(met))

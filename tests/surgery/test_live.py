@@ -180,6 +180,7 @@ def test_effects_and_ledger_know_what_was_added_and_what_was_removed() -> None:
     assert {entry.intervention: entry.all_fired for entry in live.ledger} == {"scale": 2, "clip": 2}
     rows = [(row["transform"], row["calls"]) for row in live.effects.rows()]
     assert rows == [("scale", 2), ("clip", 2)]
+    assert live.examples == {}  # no intervention needs those
 
 
 # Hooks
