@@ -43,17 +43,18 @@ def attach(
     run: Callable[[nn.Module], object] | None = None,
     **given: Any,
 ) -> Call:
-    """Attach an intervention to a model and train a step; no hook may be left after an error."""
+    """Attach a surgery to a model and train a step; after an error no hook may be left."""
 
     def call() -> None:
         trained = model()
         before = num_hooks(trained)
         given.setdefault("optimizer", sgd(trained) if [*trained.parameters()] else None)
+        surgery = gs.Surgery(gs.Intervention(transform, at, when))
         try:
-            with gs.Surgery(gs.Intervention(transform, at, when)).attach(trained, **given):
+            with surgery.attach(trained, **given):
                 (run or step)(trained)
         finally:
-            assert num_hooks(trained) == before
+            assert (num_hooks(trained), surgery.is_attached) == (before, False)
 
     return call
 

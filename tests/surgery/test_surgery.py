@@ -23,21 +23,8 @@ from tests.nets import (
     states_of,
     train,
     trainee,
-    weights,
 )
 from tests.sites.points import Noted
-
-
-def test_a_surgery_whose_attaching_failed_can_be_attached_later() -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Parameters(stage="step")))
-    model = small()
-    with pytest.raises(ValueError, match="needs the optimizer"), surgery.attach(model):
-        pass
-    optimizer = sgd(model)
-    before = weights(model)
-    with surgery.attach(model, optimizer):
-        train(model, optimizer, 1)
-    assert all(map(torch.equal, before, weights(model)))
 
 
 @pytest.mark.parametrize(
