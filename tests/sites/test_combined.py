@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.experiment.build import build
-from gradsurg.experiment.compose import CONFIG_DIR, compose_config, plain, register
-from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.compose import CONFIG_DIR, plain, register
 from gradsurg.sites.places import Named, Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, small
 from tests.sites.points import Double, Made, recomputed
@@ -279,35 +278,3 @@ RELUS = ["hidden.0.relu", "hidden.1.relu"]
 )  # fmt: skip
 def test_the_command_line_selects_the_same_sites_as_python(words: str, expected: list[str]) -> None:
     assert _found(*words.split()) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "faults"),
-    [
-        (
-            [
-                "site=combined",
-                "site.of=[{_target_:gradsurg.Parameters,patern:x},"
-                "{_target_:gradsurg.Outputs,dept:1}]",
-            ],
-            [
-                "site.of.0.patern: is not a field here. Did you mean 'pattern'? There are",
-                "site.of.1.dept: is not a field here. Did you mean 'depth'? There are: ",
-            ],
-        ),
-        (
-            ["site=combined", "site.of.1.ndim=[2,1]", "+site.of.0.size=big"],
-            [
-                "site.of.0.size: must be a number >= 0 or two of them, low and high, found 'big'",
-                "site.of.1.ndim: must be a number >= 0 or two of them, low and high, found [2, 1]",
-            ],
-        ),
-        (["site=combined", "site.count=5"], ["site.count: 5 sites were expected, found 6: "]),
-    ],
-)
-def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(compose_config("transform=clip", "logger=none", *words))
-    assert len(caught.value.faults) == len(faults), caught.value.faults
-    for fault, expected in zip(caught.value.faults, faults, strict=True):
-        assert fault.startswith(expected)

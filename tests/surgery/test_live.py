@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from tests.nets import attached, backward, grad_of, num_hooks, small
+from tests.nets import attached, backward, grad_of, num_hooks, small, train, trainee
 from tests.sites.points import Sums
 
 
