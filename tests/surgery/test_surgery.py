@@ -148,6 +148,14 @@ def test_random_numbers_depend_on_seed_key_step_and_call_but_not_on_the_global_g
     assert len({first, *others}) == 6
 
 
+def test_the_global_random_generator_is_not_used() -> None:
+    model, optimizer = trainee()
+    before = torch.get_rng_state()
+    with attached(model, gs.AddNoise(sigma=1.0), None, optimizer, gs.Probability(p=1.0)):
+        train(model, optimizer, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # Raw tensors and nodes
 
 
