@@ -28,7 +28,7 @@ from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import names_of, one_scan
 from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.torch_internals import compiling, module_hooks
+from gradsurg.torch_internals import module_hooks
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 

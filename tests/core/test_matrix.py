@@ -526,7 +526,8 @@ def test_a_group_is_all_sites_at_once(kind: str, reentrant: bool | None) -> None
     hooked.is_on = False
     outcome(hooked, one_step)
     norm = sum(before**2 for before, _ in hooked.norms) ** 0.5
-    clip = gs.Intervention(gs.ClipGlobalNorm(norm / 4, eps=0.0), select(kind))
+    at = select(kind) if reentrant is None else select(kind, "f*") | select(kind, "[!f]*")
+    clip = gs.Intervention(gs.ClipGlobalNorm(norm / 4, eps=0.0), at)
 
     def by_surgery(arm: Arm) -> None:
         with gs.Surgery(clip).attach(arm.model, arm.optimizer) as live:

@@ -17,7 +17,7 @@ from gradsurg.sites.places import Place, Selector
 from gradsurg.sites.updates import MatchedUpdates
 from gradsurg.testing.transforms import context_with
 from tests.nets import batch, num_hooks, sgd, small
-from tests.sites.points import Answer, Double, InPlace, Made, recomputed
+from tests.sites.points import Acts, Answer, Double, InPlace, Made, recomputed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward hooks to be called"),  # of PyTorch
@@ -43,17 +43,18 @@ def attach(
     run: Callable[[nn.Module], object] | None = None,
     **given: Any,
 ) -> Call:
-    """Attach an intervention to a model and train a step; no hook may be left after an error."""
+    """Attach a surgery to a model and train a step; after an error no hook may be left."""
 
     def call() -> None:
         trained = model()
         before = num_hooks(trained)
         given.setdefault("optimizer", sgd(trained) if [*trained.parameters()] else None)
+        surgery = gs.Surgery(gs.Intervention(transform, at, when))
         try:
-            with gs.Surgery(gs.Intervention(transform, at, when)).attach(trained, **given):
+            with surgery.attach(trained, **given):
                 (run or step)(trained)
         finally:
-            assert num_hooks(trained) == before
+            assert (num_hooks(trained), surgery.is_attached) == (before, False)
 
     return call
 
@@ -107,6 +108,12 @@ def loaded(**changes: Any) -> Call:
         surgery.load_state_dict(kept)
 
     return call
+
+
+def attached_twice() -> None:
+    surgery, model = gs.Surgery(gs.Intervention(gs.Scale(2.0))), small()
+    with surgery.attach(model):
+        surgery.attach(model)
 
 
 def frozen() -> nn.Module:
@@ -284,6 +291,21 @@ def sparse() -> nn.Module:
     return nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
 
 
+def of_complex() -> nn.Module:
+    weight = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+    return Made(lambda self, x: (self.w * x).abs().sum(), w=weight)
+
+
+UNLIKE: dict[str, Callable[[Tensor], Any]] = {
+    "found [1,": lambda grad: grad[:1],
+    "found torch.float64": Tensor.double,
+    "found NoneType": lambda grad: None,
+    "found float": lambda grad: 1.0,
+    "found ndarray": Tensor.numpy,
+}
+"""Results of transforms unlike the gradient, by their descriptions."""
+
+
 def first_call(place: Place) -> bool:
     return place.call == 0
 
@@ -361,6 +383,14 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
         *(
             (live(lambda live, wrong=wrong: live.bind(wrong)), f"Optimizer {name}")
             for wrong, name in ((None, "None"), (nn.Linear(1, 1), "Linear"), ("adam", "'adam'"))
+        ),
+        (attach(P(), gs.Clip(), model=of_complex), "'w' torch.complex64"),
+        *(
+            (
+                attach(P("first.weight"), gs.Chain(gs.Identity(), Acts(wrong))),
+                f"acts: 'first.weight', step 0, {found}",
+            )
+            for found, wrong in UNLIKE.items()
         ),
         (live(lambda live: live.set("clip", when=3)), "when Steps"),
         (live(lambda live: live.add(3)), "Interventions 3"),
@@ -557,6 +587,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
         (live(lambda live: live.set("double", value=1.0), double), "'double'"),
     ],
     RuntimeError: [
+        (attached_twice, "attached already"),
         (attach(gs.Inputs("1"), model=written(InPlace())), "'1#0.input' Outputs"),
         (
             attach(gs.Inputs("2", path="total"), model=written(nn.Flatten(0), InPlace())),

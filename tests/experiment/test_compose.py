@@ -113,6 +113,12 @@ WRONG = (
         "for names in the model write site=parameters site.pattern=output.weight",
     ),
     Wrong("site=combined site.of=parameters", "site.of: must be a list, found 'parameters'"),
+    Wrong(
+        "site=combined 'site.of=[{_target_:gradsurg.Outputs,dept:1}]'",
+        "site.of.0.dept: is not a field here. Did you mean 'depth'? There are: ",
+    ),
+    Wrong("site=combined +site.of.0.size=big", "site.of.0.size: must be a number >= 0", "'big'"),
+    Wrong("site=combined site.count=5", "site.count: 5 sites were expected, found 6: "),
     Wrong("out=\"'~/runs'\"", "out: must not begin with ~, ", "found '~/runs'"),
     # the short keys
     Wrong("lr=-1", "lr: must be > 0", "found -1"),

@@ -63,6 +63,8 @@ def test_a_users_generator_reads_the_gradients_and_not_the_results_of_others() -
 WRONG = {
     "short": lambda grads, _: [*(grad * 2 for grad in grads[:-1]), grads[-1][:1]],
     "too few": lambda grads, _: [grad * 2 for grad in grads[:-1]],
+    "another dtype": lambda grads, _: [grad.double() for grad in grads],
+    "none": lambda grads, _: [None for _ in grads],
     "draws": lambda grads, _: (grad * torch.rand(()) for grad in grads),
 }
 
@@ -76,6 +78,14 @@ def test_a_wrong_result_of_a_users_group_leaves_all_gradients_as_they_were(wrong
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             optimizer.step()
     torch.testing.assert_close(gradients(model), before, rtol=0, atol=0)
+
+
+def test_an_exception_inside_a_users_group_tells_the_step() -> None:
+    model, optimizer = trainee()
+    by_zero = UserGroup(lambda grads, of: [grad * (1 // (1 - of[0].step)) for grad in grads])
+    with pytest.raises(ZeroDivisionError) as caught, attached(model, by_zero, STEP, optimizer):
+        train(model, optimizer, 2)
+    assert caught.value.__notes__ == ["while user_group acted on 4 sites, step 1"]
 
 
 @pytest.mark.parametrize("at", [STEP, gs.Updates()], ids=repr)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.experiment.build import build
-from gradsurg.experiment.compose import CONFIG_DIR, compose_config, plain, register
-from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.compose import CONFIG_DIR, plain, register
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.sites.places import Named, Place, Selector
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+from tests.nets import attached, backward, gradients, num_hooks, small
 from tests.sites.points import Double, Made, recomputed
 
 P, M, N = gs.Parameters, gs.Outputs, gs.Nodes
@@ -164,19 +163,6 @@ def test_a_subclass_that_selects_otherwise_combines_with_its_base(
     assert gradients(model)["bias"].tolist() == [factors[1]]
 
 
-def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
-    model = small()
-    optimizer = sgd(model)
-    at = P("first.weight") | P("last.bias")
-    with attached(model, gs.ClipGlobalNorm(1e-3, eps=0.0), at, optimizer) as live:
-        train(model, optimizer, 1)
-    grads = gradients(model)
-    norm = torch.cat([grads["first.weight"].flatten(), grads["last.bias"]]).norm()
-    assert norm.item() == pytest.approx(1e-3)
-    assert grads["last.weight"].norm() > 1e-3
-    assert [entry.calls for entry in live.ledger] == [1, 1]
-
-
 # How many
 
 
@@ -293,38 +279,6 @@ RELUS = ["hidden.0.relu", "hidden.1.relu"]
 )  # fmt: skip
 def test_the_command_line_selects_the_same_sites_as_python(words: str, expected: list[str]) -> None:
     assert _found(*words.split()) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "faults"),
-    [
-        (
-            [
-                "site=combined",
-                "site.of=[{_target_:gradsurg.Parameters,patern:x},"
-                "{_target_:gradsurg.Outputs,dept:1}]",
-            ],
-            [
-                "site.of.0.patern: is not a field here. Did you mean 'pattern'? There are",
-                "site.of.1.dept: is not a field here. Did you mean 'depth'? There are: ",
-            ],
-        ),
-        (
-            ["site=combined", "site.of.1.ndim=[2,1]", "+site.of.0.size=big"],
-            [
-                "site.of.0.size: must be a number >= 0 or two of them, low and high, found 'big'",
-                "site.of.1.ndim: must be a number >= 0 or two of them, low and high, found [2, 1]",
-            ],
-        ),
-        (["site=combined", "site.count=5"], ["site.count: 5 sites were expected, found 6: "]),
-    ],
-)
-def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build(compose_config("transform=clip", "logger=none", *words))
-    assert len(caught.value.faults) == len(faults), caught.value.faults
-    for fault, expected in zip(caught.value.faults, faults, strict=True):
-        assert fault.startswith(expected)
 
 
 def test_a_part_of_an_intersection_that_matches_nothing_is_named() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.sites.nodes import FAMILIES, fits_node
 from gradsurg.torch_internals import autograd
-from tests.nets import COMPILES_LAYERS, attached
+from tests.nets import COMPILES_LAYERS, attached, backward, small
 from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point, recomputed
 
 # What is seen and what comes out
@@ -131,6 +131,16 @@ def _through_view(self: Made, x: Tensor) -> Tensor:
 def test_changes_in_place_through_views_are_nodes(function, name, grads, site) -> None:
     model = Made(function, late=Double())
     assert passed(model, TEN, gs.Nodes(name), point(1.0, 1.0)) == (grads, {site: 1})
+
+
+def test_the_wrapper_node_of_a_full_backward_hook_does_not_hide_the_nodes_inside() -> None:
+    model = small()
+    plain = model(torch.ones(1, 6)).grad_fn.name()
+    with model.last.register_full_backward_hook(lambda *_: None):
+        assert model(torch.ones(1, 6)).grad_fn.name() != plain
+        with attached(model, gs.Scale(2.0), gs.Nodes("Addmm", module="last")) as live:
+            backward(model)
+    assert [entry.site for entry in live.ledger] == ["last#0/AddmmBackward[0]"]
 
 
 def test_the_calls_of_a_module_with_two_names_take_them_in_turn() -> None:

@@ -5,28 +5,8 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from tests.nets import attached, backward, num_hooks, sgd, small
+from tests.nets import attached, num_hooks, sgd
 from tests.sites.points import Sums, grad_of
-
-
-@pytest.mark.parametrize("stage", ["backward", "accumulated"])
-def test_a_nonlinear_transform_per_backward_is_warned_about_once_under_accumulation(stage) -> None:
-    model = small()
-    optimizer = sgd(model)
-    message = (
-        r"clip: site '.*' had 2 gradients in one optimizer step and the transform is not known to "
-        r"be linear.*Use stage='step'"
-    )
-    with (
-        pytest.warns(gs.SurgeryWarning, match=message) as caught,
-        attached(model, gs.Clip(0.1), gs.Parameters(stage=stage), optimizer),
-    ):
-        for _ in range(3):
-            backward(model)
-            backward(model)
-            optimizer.step()
-    assert len(caught) == 1
-
 
 # Optimizers
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import SGD
 
 import gradsurg as gs
-from gradsurg.core.live import Live
 from gradsurg.transforms.base import Transform
 from tests.nets import backward, num_hooks, sgd, small, trainee
 from tests.sites.points import Sums
@@ -204,15 +203,6 @@ def test_without_its_handle_a_surgery_stays_attached_while_something_refers_to_i
     assert (num_hooks(model), surgery.is_attached) == (1, True)
     del surgery
     assert num_hooks(model) == 0
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_cell_that_starts_a_surgery_and_is_run_again_acts_once() -> None:
-    model, lives, changes = Sums(), list[Live](), []
-    for _ in range(3):
-        lives[:] = [gs.Surgery(gs.Intervention(gs.Scale(0.5))).start(model)]
-        changes.append(step(model, sgd(model, lr=1.0)))
-    assert changes == [-0.5, -0.5, -0.5]
 
 
 TWICE: dict[str, gs.Intervention] = {

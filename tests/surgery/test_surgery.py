@@ -23,21 +23,8 @@ from tests.nets import (
     states_of,
     train,
     trainee,
-    weights,
 )
 from tests.sites.points import Noted
-
-
-def test_a_surgery_whose_attaching_failed_can_be_attached_later() -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Parameters(stage="step")))
-    model = small()
-    with pytest.raises(ValueError, match="needs the optimizer"), surgery.attach(model):
-        pass
-    optimizer = sgd(model)
-    before = weights(model)
-    with surgery.attach(model, optimizer):
-        train(model, optimizer, 1)
-    assert all(map(torch.equal, before, weights(model)))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +146,14 @@ def test_random_numbers_depend_on_seed_key_step_and_call_but_not_on_the_global_g
     torch.manual_seed(99)
     assert seed() == first
     assert len({first, *others}) == 6
+
+
+def test_the_global_random_generator_is_not_used() -> None:
+    model, optimizer = trainee()
+    before = torch.get_rng_state()
+    with attached(model, gs.AddNoise(sigma=1.0), None, optimizer, gs.Probability(p=1.0)):
+        train(model, optimizer, 2)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # Raw tensors and nodes
