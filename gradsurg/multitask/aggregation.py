@@ -382,7 +382,7 @@ class Aggregation:
         return fires
 
     def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
-        values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
+        values = torch.tensor([*losses.values()], dtype=torch.float64)
         clock, seed = self.attachment.clock, self.attachment.seed
         return AggregatorContext(
             clock.step,
@@ -460,7 +460,7 @@ class Aggregation:
     def _warn_nonfinite_gradients(
         self, result: AggregationResult, context: AggregatorContext
     ) -> None:
-        if result.gramian is None or bool(result.gramian.isfinite().all()):
+        if result.gramian is None or all(map(isfinite, result.gramian.flatten().tolist())):
             return
         squares = result.gramian.diagonal().tolist()
         nonfinite = [

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, chain, pairwise, product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -211,7 +211,7 @@ class Jacobian:
         result = {}
         for pack, flat in zip(self._packs(members), grads, strict=True):
             likes = [self._parts[index] for index in pack]
-            parts = flat.split([like.numel() for like in likes])
+            parts = flat.split_with_sizes([like.numel() for like in likes])
             for index, like, part in zip(pack, likes, parts, strict=True):
                 result[index] = part.view_as(like)
         return result
@@ -506,10 +506,8 @@ class JacobianBuilder:
                 # A checkpoint repeats its forward in each pass; only the first may update the
                 # statistics, as in a plain backward pass.
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
-                with (
-                    call.task(name, self._attachment.clock),
-                    _restored(statistics if measuring or repeated else []),
-                ):
+                restored = _restored(statistics) if measuring or repeated else nullcontext()
+                with call.task(name, self._attachment.clock), restored:
                     grads = self._gradients(loss, leaves, keep_graph)
                 of_params, of_extra = grads[: len(jacobian.params)], grads[len(jacobian.params) :]
                 if all(grad is None for grad in of_params) and not measuring:
