@@ -148,6 +148,7 @@ class Aggregation:
         self.attachment = attachment
         self.conflicts = conflicts
         self.has_failed = False  # whether no solver converged in some step
+        self._selection = at.selection
         self.select(attachment.model)
         # With a GradScaler, states wait here until the optimizer has made the step.
         self._new_states: dict[str, AggregatorState] = {}
@@ -263,7 +264,7 @@ class Aggregation:
         with without_autocast(_first_rows(parts)):
             context = self._context(group, losses)
             if fires:
-                result = self._aggregate(group, parts, losses)
+                result = self._aggregate(context, parts)
                 if result is None:
                     return None
                 self._store(group, tuple(losses), result.state)
@@ -287,22 +288,22 @@ class Aggregation:
         Without weights, measure the update that the aggregator would compute.
         """
         with without_autocast(_first_rows(parts)):
-            result = AggregationResult([], {}, weights)
+            result, context = AggregationResult([], {}, weights), self._context(group, losses)
             if weights is None and self._count(group):
-                computed = self._aggregate(group, parts, losses)
+                computed = self._aggregate(context, parts)
                 if computed is None:
                     return
                 result = computed
                 self._store(group, tuple(losses), result.state)
             elif weights is None:
                 result = _sum(parts)
-            self._measure(self._context(group, losses), parts, result)
+            self._measure(context, parts, result)
 
     def _aggregate(
-        self, group: str, parts: Sequence[Block], losses: Mapping[str, float]
+        self, context: AggregatorContext, parts: Sequence[Block]
     ) -> AggregationResult | None:
         """Return the update of a group, None if a solver does not converge."""
-        context = self._context(group, losses)
+        group = context.group
         try:
             state = self._state(group, context.tasks)
             scale = self.attachment.loss_scale
@@ -381,7 +382,7 @@ class Aggregation:
         return fires
 
     def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
-        values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
+        values = torch.tensor([*losses.values()], dtype=torch.float64)
         clock, seed = self.attachment.clock, self.attachment.seed
         return AggregatorContext(
             clock.step,
@@ -390,7 +391,7 @@ class Aggregation:
             tuple(losses),
             values,
             call=clock.backwards,
-            selection=self.at.selection,
+            selection=self._selection,
         )
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> AggregatorState:
@@ -459,7 +460,7 @@ class Aggregation:
     def _warn_nonfinite_gradients(
         self, result: AggregationResult, context: AggregatorContext
     ) -> None:
-        if result.gramian is None or bool(result.gramian.isfinite().all()):
+        if result.gramian is None or all(map(isfinite, result.gramian.flatten().tolist())):
             return
         squares = result.gramian.diagonal().tolist()
         nonfinite = [

@@ -32,11 +32,11 @@ from gradsurg.multitask.losses import (
     skipping,
 )
 from gradsurg.multitask.processes import average_jacobian, mean_losses
-from gradsurg.multitask.shards import accumulate, group_of
+from gradsurg.multitask.shards import accumulate_parts, group_of
 from gradsurg.multitask.shared_parameters import REPRESENTATION, SharedParameters
 from gradsurg.sites.wrapped_models import refuse_static_graph, when_wrapped
 from gradsurg.torch_internals import compiling
-from gradsurg.torch_internals.autograd import is_sharded
+from gradsurg.torch_internals.autograd import accumulate, is_sharded
 
 if TYPE_CHECKING:
     from gradsurg.core.attachment import Attachment
@@ -362,10 +362,7 @@ class MultiTaskBackward:
         grads = jacobian.assemble(combined, factors)
         jacobian.reset(jacobian.num_tasks)
         with paused(call.at_leaves):
-            if self._shards is not None:
-                accumulate(grads)
-            else:
-                torch.autograd.backward(list(grads), list(grads.values()))
+            accumulate_parts(grads) if self._shards is not None else accumulate(grads)
 
     def _averaged(
         self, jacobian: Jacobian, losses: dict[str, float]
@@ -479,7 +476,7 @@ class MultiTaskBackward:
                 edge_grads[edge] = torch.complex(*grad.unbind(-1))
         if head_grads:
             with paused(call.at_leaves):
-                torch.autograd.backward(list(head_grads), list(head_grads.values()))
+                accumulate(head_grads)
         with skipping(call.task_specific, cut.nodes):
             torch.autograd.backward(
                 list(edge_grads), list(edge_grads.values()), retain_graph=call.retain_graph

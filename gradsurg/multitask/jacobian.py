@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, chain, pairwise, product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -83,12 +83,18 @@ class Jacobian:
         self._extra_leaves: list[dict[Tensor, Tensor]] = []
         self._matrix: Tensor | None = None
         if not num_tasks:
-            self._buffer = torch.empty(0, self._width)
+            self._buffer, self._places = torch.empty(0, self._width), []
         elif self._fits and num_tasks * self._width <= MATRIX:
-            if len(self._buffer) < num_tasks:
+            if len(self._places) < num_tasks:
                 self._buffer = uninitialized((num_tasks, self._width), torch.float32)
+                self._places = [*map(self._places_in, self._buffer)]
             self._matrix = self._buffer[:num_tasks]
         self.add_tasks(num_tasks)
+
+    def _places_in(self, row: Tensor) -> dict[int, Tensor]:
+        """Return the places of the gradients in a row of the matrix, by parameter."""
+        items = self._columns.items()
+        return {i: row[start:end].view_as(self._parts[i]) for i, (start, end) in items}
 
     def add_tasks(self, num_tasks: int) -> None:
         """Increase the number of tasks to `num_tasks`."""
@@ -176,6 +182,12 @@ class Jacobian:
         ]
         blocks: list[Block] = []
         for pack in self._packs(members):
+            if self._matrix is not None:
+                block = self._matrix[:, self._columns[pack[0]][0] : self._columns[pack[-1]][1]]
+                blocks.append(block if len(tasks) == self.num_tasks else block[tasks])
+                for task, index in product(tasks, pack):
+                    self._grads[task].pop(index, None)
+                continue
             sizes = [self._parts[index].numel() for index in pack]
             absent = self._parts[pack[0]].new_zeros(1)
             rows = [
@@ -185,10 +197,6 @@ class Jacobian:
                 ]
                 for task in tasks
             ]
-            if self._matrix is not None:
-                block = self._matrix[:, self._columns[pack[0]][0] : self._columns[pack[-1]][1]]
-                blocks.append(block if len(tasks) == self.num_tasks else block[tasks])
-                continue
             if sizes[0] >= LARGE:
                 blocks.append([row for (row,) in rows])
                 continue
@@ -203,7 +211,7 @@ class Jacobian:
         result = {}
         for pack, flat in zip(self._packs(members), grads, strict=True):
             likes = [self._parts[index] for index in pack]
-            parts = flat.split([like.numel() for like in likes])
+            parts = flat.split_with_sizes([like.numel() for like in likes])
             for index, like, part in zip(pack, likes, parts, strict=True):
                 result[index] = part.view_as(like)
         return result
@@ -257,13 +265,11 @@ class Jacobian:
 
     def _copied(self, task: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Copy the gradients into the matrix, or add them to those in it; return the others."""
-        assert self._matrix is not None
         rest, is_first = list(grads), not self.reached[task]
-        for index, (start, end) in self._columns.items():
+        for index, place in self._places[task].items():
             grad = grads[index]
             if grad is not None and not _is_dense(grad):
                 continue
-            place = self._matrix[task, start:end].view_as(self._parts[index])
             if is_first:
                 place.zero_() if grad is None else place.copy_(grad)
             elif grad is not None:
@@ -500,10 +506,8 @@ class JacobianBuilder:
                 # A checkpoint repeats its forward in each pass; only the first may update the
                 # statistics, as in a plain backward pass.
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
-                with (
-                    call.task(name, self._attachment.clock),
-                    _restored(statistics if measuring or repeated else []),
-                ):
+                restored = _restored(statistics) if measuring or repeated else nullcontext()
+                with call.task(name, self._attachment.clock), restored:
                     grads = self._gradients(loss, leaves, keep_graph)
                 of_params, of_extra = grads[: len(jacobian.params)], grads[len(jacobian.params) :]
                 if all(grad is None for grad in of_params) and not measuring:
@@ -566,14 +570,14 @@ class JacobianBuilder:
 
     def _current(self) -> Jacobian:
         """Return the Jacobian, replaced if the parameters that require a gradient have changed."""
-        model = self._attachment.model
-        all_names = dict(self.sharded) or first_names(model)
-        for group in self._attachment.steps.param_groups:
-            for param in group["params"]:
-                all_names.setdefault(param, f"parameter {len(all_names)} of the optimizer")
-        names = {param: name for param, name in all_names.items() if param.requires_grad}
-        jacobian = self._jacobian
-        if jacobian is None or [*map(id, jacobian.params)] != [*map(id, names)]:
+        model, jacobian = self._attachment.model, self._jacobian
+        groups = [group["params"] for group in self._attachment.steps.param_groups]
+        every = dict.fromkeys(chain(self.sharded or model.parameters(), *groups))
+        params = [param for param in every if param.requires_grad]
+        if jacobian is None or [*map(id, jacobian.params)] != [*map(id, params)]:
+            names = dict(self.sharded) or first_names(model)
+            for param in every:
+                names.setdefault(param, f"parameter {len(names)} of the optimizer")
             keys = {}
             for aggregation in self._aggregations:
                 aggregation.select(model)
@@ -583,8 +587,8 @@ class JacobianBuilder:
                 keys |= {name: f"{label}/{group}" for name, group in aggregation.groups.items()}
             self._alive = {}
             self._norms = [module for module in model.modules() if isinstance(module, _NormBase)]
-            groups = [keys.get(name) for name in names.values()]
-            jacobian = self._jacobian = Jacobian(list(names), list(names.values()), groups)
+            used = [names[param] for param in params]
+            jacobian = self._jacobian = Jacobian(params, used, [*map(keys.get, used)])
         return jacobian
 
 

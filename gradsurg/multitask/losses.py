@@ -195,9 +195,9 @@ def loss_values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
 
     Synchronizes with the device: once, or for each loss if they are on several devices.
     """
-    detached = [loss.detach().double() for loss in losses.values()]
-    if len({loss.device for loss in detached}) == 1:
-        numbers = torch.stack(detached).tolist()
+    kinds = {loss.device.type for loss in losses.values()}
+    if kinds == {"cpu"} or len({loss.device for loss in losses.values()}) > 1:
+        numbers = [loss.item() for loss in losses.values()]  # a wait for each device
     else:
-        numbers = [loss.item() for loss in detached]  # a wait for each device
+        numbers = torch.stack([loss.detach().double() for loss in losses.values()]).tolist()
     return {name: number / scale for name, number in zip(losses, numbers, strict=True)}

@@ -73,7 +73,7 @@ def task_gradients(
             set_accumulate_hooks(param, hooks)
 
 
-def accumulate(parts: Mapping[Tensor, Tensor]) -> None:
+def accumulate_parts(parts: Mapping[Tensor, Tensor]) -> None:
     """Add to each parameter's `.grad`, of which this process has a part, and run its hooks."""
     for param, part in parts.items():
         grad = sharded(part, param)
