@@ -86,7 +86,8 @@ class Measured:
         if not counts.all():
             for slot, number in np.argwhere(counts == 0).tolist():
                 means[slot][number] = None
-        ranks = {place: rank for rank, place in enumerate(sorted({-1, *self.extremes[:, 3].tolist()}))}
+        places = sorted({-1, *self.extremes[:, 3].tolist()})
+        ranks = {place: rank for rank, place in enumerate(places)}
         totals = sums[:, NONFINITE].astype(int).tolist()
         values = []
         for sampled, numbers, total, (norm, step, first, place) in zip(
