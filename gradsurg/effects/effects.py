@@ -393,17 +393,13 @@ def _magnitudes(slot: _Slot) -> Tensor:
     return torch.stack([magnitudes, torch.full_like(magnitudes, slot.stride)])
 
 
+COLUMNS = ("transform", "site", "seen", "calls", "sampled", *EFFECT_NAMES, *EXTREME_NAMES)
+
+
 def _row(slot: _Slot, values: Values, fired: int, calls: int, sent: float) -> dict[str, object]:
     """A row of effects; `bytes`, the mean bytes sent for a gradient, if any were sent."""
-    row: dict[str, object] = {
-        "transform": slot.transform,
-        "site": slot.entry.site,
-        "seen": calls,
-        "calls": fired,
-        "sampled": values.sampled,
-        **dict(zip(EFFECT_NAMES, values.numbers, strict=True)),
-        **dict(zip(EXTREME_NAMES, values.extremes, strict=True)),
-    }
+    about = slot.transform, slot.entry.site, calls, fired, values.sampled
+    row = dict(zip(COLUMNS, (*about, *values.numbers, *values.extremes), strict=True))
     if sent:
         row["bytes"] = sent
     return row

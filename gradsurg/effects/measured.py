@@ -87,18 +87,16 @@ class Measured:
         if not counts.all():
             for slot, number in np.argwhere(counts == 0).tolist():
                 means[slot][number] = None
-        for row, total in zip(means, sums[:, NONFINITE].tolist(), strict=True):
-            row[NONFINITE] = int(total)
-        norms, steps, since, places = self.extremes.T.tolist()
-        # Rank 0 is that of -1, of slots without such a gradient: told as None.
-        ranks = {place: rank for rank, place in enumerate(sorted({-1, *places}))}
-        extremes = [
-            (
-                None if step < 0 else norm,
-                None if step < 0 else int(step),
-                None if first < 0 else int(first),
-                ranks[place] or None,
-            )
-            for norm, step, first, place in zip(norms, steps, since, places, strict=True)
-        ]
-        return list(map(Values, self.sampled(), means, extremes))
+        # Rank 0 is that of -1, the place of slots in which every gradient was finite.
+        places = sorted({-1, *self.extremes[:, 3].tolist()})
+        ranks = {place: rank for rank, place in enumerate(places)}
+        totals = sums[:, NONFINITE].astype(int).tolist()
+        values = []
+        for sampled, numbers, total, (norm, step, first, place) in zip(
+            self.sampled(), means, totals, self.extremes.tolist(), strict=True
+        ):
+            numbers[NONFINITE] = total
+            largest = (None, None) if step < 0 else (norm, int(step))
+            since = (None, None) if first < 0 else (int(first), ranks[place])
+            values.append(Values(sampled, numbers, largest + since))
+        return values

@@ -149,7 +149,7 @@ def _finite(row: Row) -> Finite:
 
 def _over(rows: Sequence[Finite], names: Iterable[str]) -> Row:
     # The two means can be compared only if they are over the same sites.
-    both = [row for row in rows if all(name in row for name in NORMS)] or rows
+    both = [row for row in rows if row.keys() >= {*NORMS}] or rows
     values = {
         name: [row[name] for row in (both if name in NORMS else rows) if name in row]
         for name in names
