@@ -329,7 +329,9 @@ def table() -> str:
     for setting in SETTINGS:
         cells = [[difference(stack, setting, site) for stack in STACKS] for site in SITES]
         texts = [[x if isinstance(x, str) else f"{x:g}" for x in cell] for cell in cells]
-        lines.append(f"| {setting} | {' | '.join(' / '.join(x if len({*x}) > 1 else x[:1]) for x in texts)} |")
+        lines.append(
+            f"| {setting} | {' | '.join(' / '.join(x if len({*x}) > 1 else x[:1]) for x in texts)} |"
+        )
     return "\n".join(lines)
 
 
