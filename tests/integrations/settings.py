@@ -329,9 +329,8 @@ def table() -> str:
     for setting in SETTINGS:
         cells = [[difference(stack, setting, site) for stack in STACKS] for site in SITES]
         texts = [[x if isinstance(x, str) else f"{x:g}" for x in cell] for cell in cells]
-        lines.append(
-            f"| {setting} | {' | '.join(' / '.join(x if len({*x}) > 1 else x[:1]) for x in texts)} |"
-        )
+        shown = [" / ".join(text if len({*text}) > 1 else text[:1]) for text in texts]
+        lines.append(f"| {setting} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
