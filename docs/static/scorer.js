@@ -2,8 +2,8 @@
 var Scorer = {
   score: ([page, , , , score]) =>
     score +
-    (/^how\/|^(own_code|per_example|studies|sweeps|trainers)$/.test(page) ? 5 : 0) +
-    (/^faq$|^pages\/api\//.test(page) ? 3 : 0) -
+    (/^how\/|^(faq|own_code|per_example|studies|sweeps|trainers)$/.test(page) ? 5 : 0) +
+    (/^pages\/api\//.test(page) ? 2 : 0) -
     (/^pages\/(changelog|hooks_tour|.*20)/.test(page) ? 3 : 0),
   objNameMatch: 11,
   objPartialMatch: 6,
