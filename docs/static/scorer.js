@@ -1,6 +1,10 @@
-// The scores of Sphinx's search, with pages that answer a question before those that mention it.
+// The scores of Sphinx's search: pages that answer a question come before pages that mention its words.
 var Scorer = {
-  score: ([page, , , , score]) => score + (page.startsWith("how/") ? 5 : 0),
+  score: ([page, , , , score]) =>
+    score +
+    (/^how\/|^(faq|own_code|per_example|studies|sweeps|trainers)$/.test(page) ? 5 : 0) +
+    (/^pages\/api\//.test(page) ? 2 : 0) -
+    (/^pages\/(changelog|hooks_tour|.*20)/.test(page) ? 3 : 0),
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },

@@ -399,7 +399,9 @@ COLUMNS = ("transform", "site", "seen", "calls", "sampled", *EFFECT_NAMES, *EXTR
 def _row(slot: _Slot, values: Values, fired: int, calls: int, sent: float) -> dict[str, object]:
     """A row of effects; `bytes`, the mean bytes sent for a gradient, if any were sent."""
     about = slot.transform, slot.entry.site, calls, fired, values.sampled
-    row = dict(zip(COLUMNS, (*about, *values.numbers, *values.extremes), strict=True))
+    row: dict[str, object] = dict(
+        zip(COLUMNS, (*about, *values.numbers, *values.extremes), strict=True)
+    )
     if sent:
         row["bytes"] = sent
     return row

@@ -329,8 +329,8 @@ def table() -> str:
     for setting in SETTINGS:
         cells = [[difference(stack, setting, site) for stack in STACKS] for site in SITES]
         texts = [[x if isinstance(x, str) else f"{x:g}" for x in cell] for cell in cells]
-        joined = [" / ".join(each if len({*each}) > 1 else each[:1]) for each in texts]
-        lines.append(f"| {setting} | {' | '.join(joined)} |")
+        shown = [" / ".join(text if len({*text}) > 1 else text[:1]) for text in texts]
+        lines.append(f"| {setting} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
