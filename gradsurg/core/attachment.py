@@ -583,7 +583,7 @@ class Attachment:
             self._watching.callback(self.model.register_forward_hook(ended).remove)
 
     def near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
-        """Those at which a place may be picked."""
+        """The modules or parameters among `things` at which a place may be picked."""
         names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
         return [named for named in things if any((kind, name) in names for name in named.names)]
 
