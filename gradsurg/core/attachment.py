@@ -586,7 +586,7 @@ class Attachment:
                     self.listeners[moment].append(getattr(made, moment))
 
     def near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
-        """Those at which a place may be picked."""
+        """The modules or parameters among `things` at which a place may be picked."""
         names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
         return [named for named in things if any((kind, name) in names for name in named.names)]
 

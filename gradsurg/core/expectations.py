@@ -89,17 +89,13 @@ def _check_count(operation: Operation) -> None:
 def enter_unmet(attachment: "Attachment") -> None:
     """Enter into the ledger the near names of all interventions at which no place was met."""
     for operation in attachment.operations if attachment.is_open else ():
-        _enter_unmet(attachment, operation)
-
-
-def _enter_unmet(attachment: "Attachment", operation: Operation) -> None:
-    entries = attachment.ledger.of(operation.label)
-    known = {site for entry in entries for site in (entry.site, *entry.aliases)}
-    for site, why in operation.at.unmet(attachment.model, operation.memory, operation.met):
-        if site not in known:
-            entry = attachment.ledger.enter(operation.label, site, skipped=why)
-            entry.is_other_name = bool(why)
-    _note_foreign(attachment, operation)
+        entries = attachment.ledger.of(operation.label)
+        known = {site for entry in entries for site in (entry.site, *entry.aliases)}
+        for site, why in operation.at.unmet(attachment.model, operation.memory, operation.met):
+            if site not in known:
+                entry = attachment.ledger.enter(operation.label, site, skipped=why)
+                entry.is_other_name = bool(why)
+        _note_foreign(attachment, operation)
 
 
 def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
@@ -107,8 +103,7 @@ def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
     entries = attachment.ledger.of(operation.label)
     for kind in operation.kinds:
         for names, thing, _ in attachment.near(kind, kind.things(attachment.model)):
-            is_module = isinstance(thing, nn.Module)
-            tables = call_tables(thing) if is_module else tensor_tables(thing)
+            tables = call_tables(thing) if isinstance(thing, nn.Module) else tensor_tables(thing)
             if kind.reaches_new:  # by hooks for all modules of the process
                 tables = (*tables, *module_hooks.global_hooks())
             if others := foreign_hooks(*tables):

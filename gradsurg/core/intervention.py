@@ -74,7 +74,7 @@ class Intervention:
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` is the selector's, by
     default the first for the transform's scope; an aggregator has none. Raises ValueError if the
     transform cannot act at the selector's stage or needs something that the sites do not provide.
-    The fields after `stage` follow from the others, and are found once, when it is made.
+    It and the fields below it follow from the others, and are found once, when it is made.
     """
 
     transform: Transform | Aggregator | GradCallable

@@ -362,13 +362,8 @@ class Joint:
             hook.entry.sent += number
 
 
-def _unchanged(
-    grad: Tensor | None,
-    value: Tensor | None = None,
-    entering: tuple[Tensor | None, ...] = (),
-    layer: LayerCall | None = None,
-) -> None:
-    return None
+def _unchanged(*_: object, **__: object) -> None:
+    """Leave a gradient as it is, as the `call` of a hook that is closed."""
 
 
 def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:

@@ -605,8 +605,7 @@ def check_repeatable(
 
 def first_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters of a model, each with its first name."""
-    named = params_of(model)
-    return {each.thing: each.names[0] for each in named if isinstance(each.thing, Tensor)}
+    return {param: names[0] for names, param, _ in params_of(model) if isinstance(param, Tensor)}
 
 
 def _node_names(losses: Mapping[str, Tensor]) -> set[str]:
