@@ -5,8 +5,26 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.nets import attached, sgd, small, train
-from tests.sites.points import Acts, Noted, calls_of
+from tests.sites.points import Acts, calls_of
+
+
+class Seen(Stateless):
+    """Writes down the step that it is told."""
+
+    steps: list[int]
+
+    def __init__(self) -> None:
+        self.steps = []
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        self.steps.append(context.step)
+        return grad
 
 
 def _one(value: float = 1.0) -> nn.Linear:
@@ -30,6 +48,20 @@ def test_at_stage_forward_they_are_edited_before_each_call_in_training_mode(auto
     assert calls_of(live) == {"weight": 2}
 
 
+def test_a_no_op_writes_to_nothing() -> None:
+    plain, model = small(), small()
+    train(plain, sgd(plain), 5)
+    optimizer = sgd(model)
+    with (
+        attached(model, gs.Identity(), gs.Weights(), optimizer),
+        attached(model, gs.Identity(), gs.Weights(stage="forward"), optimizer),
+        attached(model, gs.Scale(3.0), gs.Weights(), optimizer, shadow=True),
+    ):
+        train(model, optimizer, 5)
+        versions = [param._version for param in model.parameters()]
+    assert versions == [param._version for param in plain.parameters()]
+
+
 def test_a_result_that_is_a_view_of_the_weight_is_copied_correctly() -> None:
     model = nn.Linear(64, 64, bias=False)
     expected = model.weight.detach().t().clone()
@@ -41,7 +73,7 @@ def test_a_result_that_is_a_view_of_the_weight_is_copied_correctly() -> None:
 def test_the_step_number_is_that_of_the_last_step() -> None:
     model = small()
     optimizer = sgd(model)
-    after, before, added = Noted(), Noted(), Noted()
+    after, before, added = Seen(), Seen(), Seen()
     with (
         attached(model, after, gs.Weights("first.bias"), optimizer) as live,
         attached(model, before, gs.Parameters("first.bias", stage="step"), optimizer),
