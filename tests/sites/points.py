@@ -94,11 +94,17 @@ class Acts(Stateless):
 
 
 class Noted(Stateless):
-    """Returns what it gets, and notes what it is told each time."""
+    """Returns what it gets, and notes it with what it is told each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *needs: Need) -> None:
         self.steps, self.calls, self.sites = list[int](), list[int](), list[str]()
         self.batches = list[dict[str, Tensor]]()
+        self.tensors = list[list[Any]]()  # each with the value and the gradient, None without need
+        self._needs = frozenset(needs)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self._needs
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
@@ -109,6 +115,7 @@ class Noted(Stateless):
         self.steps.append(context.step)
         self.calls.append(context.call)
         self.batches.append(dict(context.batch))
+        self.tensors.append([grad, context.value, context.gradient])
         return grad
 
 
