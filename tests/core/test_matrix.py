@@ -70,7 +70,8 @@ class Net(nn.Module):
         h = self.two(h) + self.same(h)
         if self.error is not None:
             raise self.error
-        return self.tail(self.drop(self.tied(h))) * h
+        # A recomputation stops inside the last module, at the last tensor that is needed.
+        return self.tail(self.drop(self.tied(h)) * h)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
@@ -128,8 +129,10 @@ class Arm:
             self.norms += [(row["norm_before"], row["norm_after"]) for row in rows]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - numbers
             return
         norms = self.norms = []
+        acted = list[None]()
 
         def act(grad: Tensor) -> Tensor:
+            acted.append(None)  # first: a checkpoint ends a recomputation by an exception
             result = signs(grad) if self.is_on else grad
             with torch.no_grad():
                 norms.append((grad.norm().item(), result.norm().item()))
@@ -137,7 +140,7 @@ class Arm:
 
         with by_hand(self.kind, self.model, act, self.optimizer, self.pattern):
             yield
-            self.calls.append(len(norms))
+            self.calls.append(len(acted))
 
     def backward(self, loss: Tensor, **kwargs: bool) -> None:
         if self.kind != "Captured":

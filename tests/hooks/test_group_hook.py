@@ -1,7 +1,7 @@
 """All gradients of a group together: late results, and parameters that are replaced."""
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from weakref import ref
 
 import pytest
@@ -9,27 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.transforms.base import GroupTransform, Need, TransformContext, TransformState
+from gradsurg.transforms.base import TransformContext
 from tests.nets import attached, backward, gradients, sgd, small, states_of, train, trainee
+from tests.sites.points import UserGroup
 
 STEP = gs.Parameters(stage="step")
-
-
-class UserGroup(GroupTransform):
-    """A user's transform of a group by a function of its gradients and contexts."""
-
-    needs: frozenset[Need] = frozenset({"value"})  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def __init__(self, function: Callable[..., Iterable[Tensor]]) -> None:
-        self.function = function
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[Iterable[Tensor], TransformState]:
-        return self.function(grads, contexts), state
 
 
 def test_no_link_of_a_group_runs_in_autocast() -> None:

@@ -1,6 +1,6 @@
 """Builders shared by the tests of sites: a leaf, its gradient, call counts, small modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.places import Selector
-from gradsurg.transforms.base import Need, Stateless, Transform, TransformContext, TransformProperty
+from gradsurg.transforms.base import (
+    GroupTransform,
+    Need,
+    Stateless,
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
 from tests.nets import attached
 
 TEN = gs.Scale(10.0)
@@ -86,11 +94,17 @@ class Acts(Stateless):
 
 
 class Noted(Stateless):
-    """Returns what it gets, and notes what it is told each time."""
+    """Returns what it gets, and notes it with what it is told each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *needs: Need) -> None:
         self.steps, self.calls, self.sites = list[int](), list[int](), list[str]()
         self.batches = list[dict[str, Tensor]]()
+        self.tensors = list[list[Any]]()  # each with the value and the gradient, None without need
+        self._needs = frozenset(needs)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self._needs
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
@@ -101,6 +115,7 @@ class Noted(Stateless):
         self.steps.append(context.step)
         self.calls.append(context.call)
         self.batches.append(dict(context.batch))
+        self.tensors.append([grad, context.value, context.gradient])
         return grad
 
 
@@ -118,6 +133,23 @@ class TimesValue(Stateless):
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         assert context.value is not None
         return grad * context.value
+
+
+class UserGroup(GroupTransform):
+    """A user's transform of a group by a function of its gradients and contexts."""
+
+    needs: frozenset[Need] = frozenset({"value"})  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __init__(self, function: Callable[..., Iterable[Tensor]]) -> None:
+        self.function = function
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[Iterable[Tensor], TransformState]:
+        return self.function(grads, contexts), state
 
 
 class Times(nn.Module):

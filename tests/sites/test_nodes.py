@@ -58,23 +58,6 @@ def test_a_later_forward_may_make_other_nodes() -> None:
 # Contexts
 
 
-def test_a_recomputation_that_stops_early_does_not_confuse_the_next_forward() -> None:
-    # The recomputation stops at the last tensor that backward needs, inside the modules.
-
-    model = Made(
-        lambda self, x: recomputed(self.body, x, False).sum(),
-        body=nn.Sequential(nn.Sequential(Double(), nn.Tanh()), nn.ReLU(), Double()),
-    )
-    with attached(model, gs.Identity(), gs.Nodes("*")) as live:
-        model(point()).backward()
-        first = calls_of(live)
-        for _ in range(2):
-            model(point()).backward()
-    assert "body.0.1#0/TanhBackward[0]" in first
-    assert set(first.values()) == {1}
-    assert calls_of(live) == dict.fromkeys(first, 3)
-
-
 def test_a_backward_inside_a_forward_does_not_end_the_call() -> None:
     # A force is the gradient of an energy, which is a checkpoint and so runs again.
     def forward(self: Made, x: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import gradsurg as gs
 from gradsurg.sites.updates import MatchedUpdates
-from gradsurg.transforms.base import GroupTransform, TransformState
 from tests.nets import attached, backward, num_hooks, sgd, small, train, weights
-from tests.sites.points import calls_of
+from tests.sites.points import UserGroup, calls_of
 
 Params = Iterator[nn.Parameter]
 STEP = gs.Parameters(stage="step")
@@ -325,47 +324,28 @@ def test_the_gradients_of_a_skipped_step_that_is_never_made_are_back_after_the_b
 # Memory
 
 
-class Streams(GroupTransform):
-    """Yields zeros one at a time, and notes how many gradients are alive before each."""
-
-    def __init__(self) -> None:
-        self.held: list[ref[Tensor]] = []
-        self.alive: list[int] = []
-
-    @property
-    def properties(self) -> frozenset[Any]:
-        return frozenset()
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: object
-    ) -> tuple[Iterator[Tensor], TransformState]:
-        self.held = [ref(grad) for grad in grads]
-
-        def results() -> Iterator[Tensor]:
-            for index in range(len(grads)):
-                self.alive.append(sum(held() is not None for held in self.held))
-                yield torch.zeros_like(grads[index])
-
-        return results(), state
-
-
 @pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=repr)
 def test_each_gradient_is_written_and_freed_before_the_next_is_made(
     at: gs.Parameters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, transform = small(), Streams()
+    model, alive = small(), list[int]()
     optimizer = sgd(model)
+
+    def zeros(grads: Sequence[Tensor], _: object) -> Iterator[Tensor]:
+        held = [ref(grad) for grad in grads]
+        for index in range(len(held)):
+            alive.append(sum(grad() is not None for grad in held))
+            yield torch.zeros_like(grads[index])
+
     # That of a user is computed whole, and checked, before a gradient is written.
-    monkeypatch.setattr(Streams, "__module__", "gradsurg.transforms.streams")
+    monkeypatch.setattr(UserGroup, "__module__", "gradsurg.transforms.streams")
+    transform = UserGroup(zeros)
     with attached(model, transform, at, optimizer, effects_every=0):
         for _ in range(2):
             optimizer.zero_grad()
             backward(model)
             optimizer.step()
-    assert transform.alive == [4, 3, 2, 1] * 2
+    assert alive == [4, 3, 2, 1] * 2
 
 
 def test_a_transform_of_single_tensors_holds_no_list_of_gradients() -> None:
