@@ -1,6 +1,6 @@
 """Activations: the tensors that flow forward into or out of a module."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
@@ -27,8 +26,8 @@ Acted = tuple[SiteFn, tuple[str, int, str], str]
 inside which it is not to act again."""
 
 
-Owners = MutableMapping[Tensor, tuple[int, list[Acted]]]
-"""The functions that have acted on tensors, each with its version then."""
+Owners = dict[int, tuple[ref[Tensor], int, list[Acted]]]
+"""The functions that have acted on tensors, by id, with the version of each then."""
 
 
 class Outcome(NamedTuple):
@@ -100,6 +99,10 @@ class Flow:
         if not name or (in_backward and autograd.in_recomputation()):
             return lambda path, tensor: tensor
         call = calls.next(module, name) or (name, 0)
+        if not calls.depth and (owners := calls.kept.get("owners")):  # nothing else clears it
+            calls.kept["owners"] = {
+                key: each for key, each in owners.items() if each[0]() is not None
+            }
         record: Record | None = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
         if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
@@ -115,7 +118,7 @@ class Flow:
     ) -> Tensor:
         """Return the new value of a tensor in the forward, and record the outcome."""
         spot = call[0], max(call[1], 0), path
-        owners: Owners = self.thread.calls.kept.setdefault("owners", WeakIdKeyDictionary())
+        owners: Owners = self.thread.calls.kept.setdefault("owners", {})
         # An identity called outside the model may get the same tensor at each call.
         acted = [each for each in _acted_on(tensor, owners, call[0]) if each[1] != spot]
         key = call, path, tuple([function for function, _, _ in acted])
@@ -139,7 +142,7 @@ class Flow:
         # An unchanged input may be taken by several modules side by side, each a site of its own.
         scope = call[0] if result is tensor and self.kind.suffix else ROOT
         acted.append((hook.call, spot, scope))
-        owners[result] = autograd.version_of(result), acted
+        owners[id(result)] = ref(result), autograd.version_of(result), acted
         return result
 
     def _transformed(self, tensor: Tensor, hook: Hook) -> Tensor:
@@ -254,8 +257,9 @@ def _makes_graph() -> bool:
 
 def _acted_on(tensor: Tensor, owners: Owners, name: str) -> list[Acted]:
     """Return what has acted on a tensor, if that holds inside the named module."""
-    version, acted = owners.get(tensor, (0, []))
-    if version != autograd.version_of(tensor):  # a tensor written to is another value
+    held, version, acted = owners.get(id(tensor)) or (None, 0, [])
+    # An id is reused once its tensor is freed; a tensor written to is another value.
+    if held is None or held() is not tensor or version != autograd.version_of(tensor):
         return []
     return [each for each in acted if each[2] in (ROOT, name) or name.startswith(f"{each[2]}.")]
 

@@ -63,14 +63,14 @@ class _Watched(WatchedCalls):
 
     always_ends = True
 
-    def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
-        self.acts_before = kind.mode == "branch"
+    def __init__(self, mode: str, door: Door, found: Sequence[Named], shared: Shared) -> None:
+        self.acts_before = mode == "branch"
         # By calls that have taken one bare tensor, and whether that needed a gradient; None if no
         # intervention acts there.
         self.single: dict[tuple[Call, bool], tuple[Hook, str] | None] = {}
         # Compiled code sees neither writes to an input nor that modules take the same tensor.
         known = [named for named in found if self.acts_before and _leaves_inputs(named.owners[0])]
-        super().__init__(kind, door, found, shared, door.traced(kind, known))
+        super().__init__(KINDS[mode], door, found, shared, door.traced(KINDS[mode], known))
 
     def before(self, module: nn.Module, args: Args, kwargs: Keywords) -> Arguments | None:
         """Hook the inputs of a call, and return aliases to call the module with."""
@@ -199,15 +199,10 @@ def _leaves_inputs(module: nn.Module) -> bool:
     return is_known and not getattr(module, "inplace", False)
 
 
-def _kind(mode: str) -> Kind:
-    def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-        _Watched(kind, door, found, shared)
-
-    kind = Kind("Inputs", mode, modules_of, watch, ".input", is_traced=mode == "branch")
-    return kind
-
-
-KINDS = {mode: _kind(mode) for mode in ("branch", "total")}
+KINDS = {
+    mode: Kind("Inputs", mode, modules_of, partial(_Watched, mode), ".input", is_traced=is_traced)
+    for mode, is_traced in (("branch", True), ("total", False))
+}
 
 
 @validated

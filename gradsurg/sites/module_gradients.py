@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from itertools import count
 from operator import is_
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.calls import Call, Shared, hook_calls, modules_of, name_in, refuse_scripted
+from gradsurg.sites.calls import (
+    Args,
+    Call,
+    Keywords,
+    Shared,
+    hook_calls,
+    modules_of,
+    name_in,
+    refuse_scripted,
+)
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selectors import ModuleSelector
 from gradsurg.sites.tensors import bare, tensors_in
@@ -60,16 +69,12 @@ class BackwardPasses:
         if autograd.in_functorch() and (name := self.name_of(module)):
             self.door.refuse("torch.func", self.kind, name)
 
-    # Any: a user's values
-    def after(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
-    ) -> None:
+    def after(self, module: nn.Module, args: Args, kwargs: Keywords, output: object) -> None:
         name = self.name_of(module)
         call = self.thread.calls.next(module, name) if name else None
         if call is None:
             return
-        given = args[0] if len(args) == 1 and not kwargs else None
-        if not _needs_gradient(given if self.on_inputs else output):
+        if not _needs_gradient(bare(args, kwargs) if self.on_inputs else output):
             hook = _backward_hook(self._hooks_at(module, call, args, kwargs, output))
         elif (hook := self.single.get(call)) is None:
             met = self.door.meet(self._place(module, call, ""))
@@ -80,24 +85,17 @@ class BackwardPasses:
         return Place(self.kind, call[:1], ref(module), call[1], path[1:])
 
     def _hooks_at(
-        self,
-        module: nn.Module,
-        call: Call,
-        args: tuple[object, ...],
-        kwargs: dict[str, Any],
-        output: object,
+        self, module: nn.Module, call: Call, args: Args, kwargs: Keywords, output: object
     ) -> list[Hook | None]:
         """Return the hooks of the gradients that the backward hook gets, in order.
 
         The reasons why there is none of other tensors are noted. If it gets none, and others need
         gradients, a module of the model that was chosen is refused.
         """
-        if self.on_inputs:
-            values, keywords = args, kwargs
-            is_bare = bare(args, kwargs) is not None
-        else:
-            is_bare, keywords = not isinstance(output, tuple), {}
-            values = output if isinstance(output, tuple) else (output,)
+        values, keywords = args, kwargs
+        if not self.on_inputs:
+            values, keywords = output if isinstance(output, tuple) else (output,), {}
+        is_bare = bare(args, kwargs) is not None if self.on_inputs else values is not output
         direct = {"" if is_bare else f".{index}": value for index, value in enumerate(values)}
         given = direct | {f".{key}": value for key, value in keywords.items()}
         tensors = dict(pair for path, value in given.items() for pair in tensors_in(value, path))

@@ -159,17 +159,14 @@ def _changed(
     return None if changed is None else tuple(changed)
 
 
-def _kind(mode: str) -> Kind:
-    def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-        watch_nodes(kind, door, found, shared, _entering if mode == "enter" else _leaving)
-
-    # Which outputs of a node get a gradient is known in the backward alone.
-    known_at = "backward" if mode == "enter" else "forward"
-    kind = Kind("Nodes", mode, modules_of, watch, known_at=known_at)
-    return kind
+def _watch(mode: str, door: Door, found: Sequence[Named], shared: Shared) -> None:
+    watch_nodes(KINDS[mode], door, found, shared, _entering if mode == "enter" else _leaving)
 
 
-KINDS = {mode: _kind(mode) for mode in ("enter", "leave", "residual")}
+MODES = ("enter", "leave", "residual")
+KINDS = {mode: Kind("Nodes", mode, modules_of, partial(_watch, mode)) for mode in MODES}
+# Which outputs of a node get a gradient is known in the backward alone.
+KINDS["enter"] = replace(KINDS["enter"], known_at="backward")
 
 
 @validated

@@ -91,9 +91,12 @@ class _OpenCall:
         modules = self.modules()  # weakly, as graphs have this method
         if modules is None or not self.origins.chooses(tensor):
             return None, ""
-        own = replace(self.place, item=str(self.count))
+        key = self.place, self.count
         self.count += 1
-        return modules.door.meet(own), own.site
+        if key not in modules.met:
+            own = replace(self.place, item=str(key[1]))
+            modules.met[key] = modules.door.meet(own), own.site
+        return modules.met[key]
 
 
 class _OpenCalls(threading.local):
@@ -110,6 +113,7 @@ class _Modules:
         self.kind, self.door = kind, door
         self.thread, self.open = shared.follow(door.stack), _OpenCalls()
         self.origins: WeakKeyDictionary[nn.Module, _Origins] = WeakKeyDictionary()
+        self.met: dict[tuple[Place, int], Met] = {}  # to make no place at each tensor
         door.stack.callback(self.close_all_but)
         hook_calls(door, found, self.enter, self.leave, always=True)
 
