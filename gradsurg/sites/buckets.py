@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Annotated, ClassVar, Literal, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from pydantic import BeforeValidator
@@ -46,7 +46,11 @@ def _kind(stage: Stage, reduce: Reduce) -> Kind:
             hook_accumulated(door, places)
             return
         hooks = {cast(Tensor, each.thing): cast(Hook, door.meet(each)) for each in places}
-        part = _Part(door, kind, stage, reduce, hooks, door.stack)
+        # A graph may be there already if it is watched anew: those that were met join at once.
+        met: WeakSet[DistributedDataParallel] = door.kept.setdefault(Buckets, WeakSet())
+        part = _Part(door, kind, stage, reduce, hooks, door.stack, met)
+        for wrapper in [*met]:
+            _join(part, wrapper)
         when_wrapped(door.model, door.stack, partial(_join, part))
 
     kind = Kind("Buckets", f"{stage} {reduce}", params_of, watch, known_at="watch")
@@ -85,7 +89,7 @@ class Buckets(ParamSelector):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The hooks of a surgery at one stage, by parameter."""
+    """The hooks of a surgery at one stage, by parameter; `met` are the models that have them."""
 
     door: Door
     kind: Kind
@@ -93,6 +97,7 @@ class _Part:
     reduce: Reduce
     hooks: dict[Tensor, Hook]
     stack: ExitStack
+    met: WeakSet[DistributedDataParallel]
 
 
 _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()
@@ -117,6 +122,7 @@ def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
             found = {"found": other.reduce, "own": part.reduce}
             part.door.refuse("different averages", part.kind, **found)
     if part not in parts:  # the model is called again
+        part.met.add(wrapper)
         parts.append(part)
         part.stack.callback(parts.remove, part)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from weakref import ref
 
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -49,8 +48,7 @@ def when_wrapped(
 ) -> None:
     """Call `act` with each DistributedDataParallel in or around the model.
 
-    One inside the model is found at once, one around it when the model is called, or at once if it
-    was found before.
+    One inside the model is found at once, one around it when the model is called.
     """
     if wrappers := wrappers_of(model):
         for wrapper in wrappers:
@@ -61,7 +59,6 @@ def when_wrapped(
         def hook(module: nn.Module, args: tuple[object, ...]) -> None:
             wrapper = autograd.active_ddp()
             if wrapper is not None:
-                WRAPPERS[model] = ref(wrapper)
                 act(wrapper)
 
         stack.callback(model.register_forward_pre_hook(hook).remove)

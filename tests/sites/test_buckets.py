@@ -274,6 +274,23 @@ def test_refusals_name_the_reason() -> None:
         gs.Buckets(reduce="powerSGD")  # type: ignore[arg-type]
 
 
+def _changed_after_a_forward(ranks: Ranks, folder: Path) -> list[float]:
+    wrapped = DistributedDataParallel(Vote())
+    found: list[float] = []
+    with _surgery(gs.Clip(2.0)).attach(wrapped.module) as live:
+        for limit in (2.0, 3.0):
+            wrapped.zero_grad()
+            loss = wrapped(torch.full((64,), 5.0))
+            live.set("clip", value=limit)
+            loss.backward()
+            found.append(float(gradients(wrapped)["module.weight"][0]))
+    return found
+
+
+def test_a_change_between_forward_and_backward_acts_at_once() -> None:
+    assert in_ranks(2, _changed_after_a_forward) == [2.0, 3.0]
+
+
 def _with_power_sgd(ranks: Ranks, folder: Path) -> float:
     """The largest entry of a gradient after PowerSGD and a clip."""
     model = nn.Linear(64, 64, bias=False)
