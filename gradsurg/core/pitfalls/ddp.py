@@ -26,14 +26,15 @@ class OneCommunicationHook(Pitfall):
 
     cells = (
         Cell("foreign communication hook", "Buckets").refused(
-            "the model has the communication hook {hook}, and takes one alone. "
+            "the model has the communication hook {hook} already, and takes one alone. "
             "Use Parameters with stage='backward_end', which acts after it."
         ),
         Cell("different averages", "Buckets", ValueError).refused(
             "all of a model need the same reduce, found {found} and {own}."
         ),
         Cell("attached in a backward pass", "Buckets").refused(
-            "in a backward pass some gradients are averaged already. Attach before it."
+            "cannot be attached inside a backward pass, where some gradients are averaged already. "
+            "Attach before it."
         ),
         Cell("static_graph", "SharedParameters").refused(
             "DistributedDataParallel(static_graph=True) averages the backward passes for single "

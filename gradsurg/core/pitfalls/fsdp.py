@@ -19,7 +19,7 @@ class Sharded(Pitfall):
 
     cells = (
         Cell("FSDP2", f"{SHARDED} Buckets Captured", TypeError).refused(
-            "sharded parameters are DTensors, whose hooks do not run. Use Parameters with "
+            "sharded parameters are DTensors, and their hooks do not run. Use Parameters with "
             "stage='step' or stage='accumulated', or Outputs, Inputs or Nodes."
         ),
         Cell("FSDP2, meshes", "Parameters", TypeError).refused(
