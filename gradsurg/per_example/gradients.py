@@ -62,7 +62,7 @@ are left out."""
 
 MAX_UNFETCHED = 1000
 """Measured steps whose numbers are kept until they are added up on the device."""
-ENTRIES = 1 << 21
+ENTRIES = 1 << 23
 """Entries of the rows that are in memory at a time."""
 WHOLE = slice(None)
 
