@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradsurg.aggregators.rows import across
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
-from gradsurg.multitask.features import OutputMarker, are_disjoint, check_dense, find_cut
+from gradsurg.multitask.features import GraphCut, OutputMarker, are_disjoint, check_dense, find_cut
 from gradsurg.multitask.jacobian import (
     Jacobian,
     JacobianBuilder,
@@ -443,19 +443,7 @@ class MultiTaskBackward:
         check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
         if cut.joined:
             call.check_stateless(len(losses))
-        memories = aggregation.aggregator.memories(tuple(losses))
-        task_grads: list[Sequence[Tensor | None]] = []
-        head_grads: dict[Tensor, Tensor] = {}
-        # At the edges, transforms of some tasks see the gradients of the tasks, and all others the
-        # combined gradient.
-        with skipping(call.task_independent, cut.nodes), cut.stopped():
-            for number, name in enumerate(losses, 1):
-                keep_graph = call.retain_graph or cut.nested or number < len(losses)
-                with call.task(name, self.attachment.clock):
-                    at_edges, of_head = cut.backward(losses[name], name, keep_graph)
-                task_grads.append(at_edges)
-                if number - 1 not in memories:
-                    head_grads |= of_head
+        task_grads, head_grads = self._grads_above(aggregation, cut, call)
         check_dense(task_grads, marker.name)
         group = f"{aggregation.label}/{REPRESENTATION}"
         found, jacobian = jacobian_at(cut.edges, task_grads, group)
@@ -481,6 +469,25 @@ class MultiTaskBackward:
             torch.autograd.backward(
                 list(edge_grads), list(edge_grads.values()), retain_graph=call.retain_graph
             )
+
+    def _grads_above(
+        self, aggregation: Aggregation, cut: GraphCut, call: BackwardCall
+    ) -> tuple[list[Sequence[Tensor | None]], dict[Tensor, Tensor]]:
+        """Return the gradients of each task at the edges of a cut, and those of all heads."""
+        memories = aggregation.aggregator.memories(tuple(call.losses))
+        task_grads: list[Sequence[Tensor | None]] = []
+        head_grads: dict[Tensor, Tensor] = {}
+        # At the edges, transforms of some tasks see the gradients of the tasks, and all others the
+        # combined gradient.
+        with skipping(call.task_independent, cut.nodes), cut.stopped():
+            for number, (name, loss) in enumerate(call.losses.items(), 1):
+                keep_graph = call.retain_graph or cut.nested or number < len(call.losses)
+                with call.task(name, self.attachment.clock):
+                    at_edges, of_head = cut.backward(loss, name, keep_graph)
+                task_grads.append(at_edges)
+                if number - 1 not in memories:
+                    head_grads |= of_head
+        return task_grads, head_grads
 
     def _warn_absent(self, aggregation: Aggregation, names: Iterable[str], place: str) -> None:
         """Warn about each of these tasks."""

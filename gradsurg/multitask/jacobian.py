@@ -403,7 +403,7 @@ class JacobianBuilder:
         A task that reaches no parameter is left out. If the conflicts cannot be measured, warns and
         returns None.
         """
-        if REENTRANT in _node_names(call.losses):
+        if any(node.name() == REENTRANT for node in nodes_of(call.losses.values())):
             self._attachment.warn_once(
                 "the losses hold a reentrant checkpoint, which hides the gradients of single "
                 "tasks: their conflicts are not measured. Use checkpoint(use_reentrant=False)."
@@ -606,10 +606,6 @@ def check_repeatable(
 def first_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters of a model, each with its first name."""
     return {param: names[0] for names, param, _ in params_of(model) if isinstance(param, Tensor)}
-
-
-def _node_names(losses: Mapping[str, Tensor]) -> set[str]:
-    return {node.name() for node in nodes_of(losses.values())}
 
 
 @contextmanager

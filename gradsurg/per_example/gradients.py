@@ -62,7 +62,7 @@ are left out."""
 
 MAX_UNFETCHED = 1000
 """Measured steps whose numbers are kept until they are added up on the device."""
-ENTRIES = 1 << 21
+ENTRIES = 1 << 23
 """Entries of the rows that are in memory at a time."""
 WHOLE = slice(None)
 
@@ -187,16 +187,12 @@ class ExampleGradients:
             return [1.0] * len(counts)
         return [sum(counts) / (len(counts) * max(1, count)) for count in counts]
 
-    @property
+    @cached_property
     def shares(self) -> Tensor | None:
         """The share of each example, (n,): the size of an average pass by that of its own.
 
         None if all are 1.
         """
-        return self._shares
-
-    @cached_property
-    def _shares(self) -> Tensor | None:
         if set(self.pass_shares) == {1.0}:
             return None
         pairs = zip(self.pass_shares, self.recorder.records, strict=True)
@@ -356,8 +352,6 @@ class ExampleGradients:
                 part[start : start + len(rows)] = flat(rows)
             start += len(some[0])
         return parts, joint
-
-    # Helpers.
 
     @cached_property
     def _uses(self) -> list[dict[nn.Parameter, list[_Use]]]:

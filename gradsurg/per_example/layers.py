@@ -100,14 +100,10 @@ class ConvolutionRule(Rule):
         dy = call.grad.flatten(2)
         if name == "bias":
             return dy.sum(2)
-        patches = self._patches(call)
-        groups, count = layer.groups, len(dy)
-        if groups == 1:
-            rows = dy @ patches.mT
-        else:
-            dy = dy.unflatten(1, (groups, -1))
-            rows = dy @ patches.unflatten(1, (groups, -1)).mT
-        return rows.reshape(count, *layer.weight.shape)
+        if layer.weight.shape[1] > 1 and len(dy) > 1:  # for one channel the patches are cheaper
+            return self._convolved(call, call.grad, len(dy)).view(len(dy), *layer.weight.shape)
+        parts = [part.unflatten(1, (layer.groups, -1)) for part in (dy, self._patches(call))]
+        return (parts[0] @ parts[1].mT).reshape(len(dy), *layer.weight.shape)
 
     def squares(self, call: LayerCall, name: str) -> Tensor:
         layer: Module = call.layer
@@ -122,16 +118,23 @@ class ConvolutionRule(Rule):
         return _product_gramian(self._patches(call).mT, call.grad.flatten(2).mT)
 
     def weighted(self, call: LayerCall, name: str, weights: Tensor) -> Tensor:
-        layer: Module = call.layer
         if name == "bias":
             return weights @ call.grad.flatten(2).sum(2)
-        x, padding = self._padded(call)
-        dy = call.grad * weights.view(-1, *[1] * (call.grad.ndim - 1))
+        return self._convolved(call, call.grad * weights.view(-1, *[1] * (call.grad.ndim - 1)))
+
+    def _convolved(self, call: LayerCall, dy: Tensor, count: int = 1) -> Tensor:
+        """Return the gradient of the weight for output gradients `dy`; of `count` examples one
+        after another, as those of one example with groups of channels for each of them."""
+        layer: Module = call.layer
+        (x, padding), weight = self._padded(call), layer.weight
+        if count > 1:
+            x, dy = x.reshape(1, -1, *x.shape[2:]), dy.reshape(1, -1, *dy.shape[2:])
+            weight = weight.new_empty(count * weight.shape[0], *weight.shape[1:])  # for its shape
         flags = [False, True, False]
         zeros = [0] * len(layer.stride)
         return torch.ops.aten.convolution_backward(
-            dy, x, layer.weight, None, layer.stride, padding, layer.dilation, False, zeros,
-            layer.groups, flags,
+            dy, x, weight, None, layer.stride, padding, layer.dilation, False, zeros,
+            count * layer.groups, flags,
         )[1]  # fmt: skip
 
     def _padded(self, call: LayerCall) -> tuple[Tensor, list[int]]:

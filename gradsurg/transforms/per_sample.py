@@ -22,6 +22,7 @@ from gradsurg.transforms.base import (
     init_all,
     update_all,
 )
+from gradsurg.transforms.chain import Chain, links_of
 from gradsurg.transforms.identity import Identity
 
 
@@ -122,10 +123,6 @@ class PerSample(GroupTransform):
         self, examples: Examples, scale: int, contexts: Sequence[TransformContext]
     ) -> list[Tensor]:
         """Return the sum over the examples of the transformed gradients, times their shares."""
-
-        def single(*grads: Tensor) -> tuple[Tensor, ...]:
-            return tuple(update_all(self.of, list(grads), {}, contexts)[0])
-
         totals: list[Tensor] | None = None
         deterministic, done = "deterministic" in self.of.properties, 0
         shares = examples.shares
@@ -133,17 +130,54 @@ class PerSample(GroupTransform):
         for rows in examples.rows(scale):
             share = None if shares is None else shares[done]
             if deterministic:
-                results = [part.sum(0) for part in torch.vmap(single)(*rows)]
-                totals, done = _added(totals, results, share), done + len(rows[0])
+                totals = _added(totals, self._sums(rows, contexts), share)
+                done += len(rows[0])
                 continue
             for example in zip(*rows, strict=True):
                 for context, call in zip(contexts, calls, strict=True):
                     context.call = call * examples.count + done  # other draws for each example
-                totals, done = _added(totals, single(*example), share), done + 1
+                results = update_all(self.of, example, {}, contexts)[0]
+                totals, done = _added(totals, list(results), share), done + 1
         for context, call in zip(contexts, calls, strict=True):
             context.call = call
         assert totals is not None
         return totals
+
+    def _sums(self, rows: Sequence[Tensor], contexts: Sequence[TransformContext]) -> list[Tensor]:
+        """Return the sums of the transformed gradients of some examples.
+
+        If the last link of a chain multiplies each gradient by a number, the products are not
+        stored: they take as long as all else.
+        """
+        *links, last = links_of(self.of)
+        if not isinstance(last, ExampleWeighting):
+            return [part.sum(0) for part in _each(self.of, rows, contexts)]
+        rows = _each(Chain(*links), rows, contexts) if links else rows
+        inner = [context.inside(str(len(links))) for context in contexts]
+        weights = last.example_weights(lambda: _norms(rows), inner[0])
+        if weights is None:
+            return [part.sum(0) for part in _each(last, rows, inner)]
+        sums = [weights @ part[:, None].flatten(1).to(weights.dtype) for part in rows]
+        return [total.view(part.shape[1:]) for total, part in zip(sums, rows, strict=True)]
+
+
+def _each(
+    transform: Transform, rows: Sequence[Tensor], contexts: Sequence[TransformContext]
+) -> Sequence[Tensor]:
+    """Return the transformed gradients of some examples."""
+
+    def single(*grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(update_all(transform, grads, {}, contexts)[0])
+
+    return torch.vmap(single)(*rows)
+
+
+def _norms(rows: Sequence[Tensor]) -> Tensor:
+    """Return the joint norm of the gradients of each example, in float32 or wider."""
+    dtype = torch.promote_types(rows[0].dtype, torch.float32)
+    flat = [part[:, None].flatten(1) for part in rows]
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in flat]
+    return torch.stack(norms).norm(dim=0)
 
 
 def _added(
