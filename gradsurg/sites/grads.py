@@ -168,12 +168,12 @@ def actor(hook: PlacesHook, access: Access = PLAIN) -> Act:
     A transform of single tensors gets one after the other, a group transform all of them.
     """
     read, write, value = access.read, access.write, access.value
-    calls, hook.values = hook.calls, readers(hook, value)
+    calls, scalers, hook.values = hook.calls, hook.scalers, readers(hook, value)
 
     def act_on_each(params: Sequence[Tensor | None]) -> None:
         with access.around():
-            for param, call in zip(params, calls, strict=True):
-                if param is not None:
+            for param, call, scale in zip(params, calls, scalers, strict=True):
+                if param is not None and not (access is PLAIN and scale(param)):
                     result = call(read(param), value(param))
                     if result is not None:
                         write(param, result)

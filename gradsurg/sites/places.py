@@ -530,6 +530,9 @@ class PlacesHook(Protocol):
     def calls(self) -> Sequence[SiteFn]: ...
 
     @property
+    def scalers(self) -> Sequence[Callable[[Tensor], bool]]: ...
+
+    @property
     def is_new(self) -> bool: ...
 
     @property
