@@ -60,6 +60,14 @@ class ListHook:
         return [partial(_call_with_gradient, hook, read) for hook, read in pairs]
 
     @property
+    def scalers(self) -> list[Callable[[Tensor], bool]]:
+        """The function of each place that scales the `.grad` of its parameter in place, if it can.
+
+        They return False for what is left to `calls`.
+        """
+        return [hook.scale_grad for hook in self.hooks]
+
+    @property
     def is_new(self) -> bool:
         """Whether the surgery, or an optimizer, is just being attached."""
         return self.operation.is_new

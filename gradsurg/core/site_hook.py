@@ -20,6 +20,7 @@ from gradsurg.sites.places import AVERAGED, Ask, SiteFn
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     LayerCall,
+    Scaling,
     TransformContext,
     TransformState,
     acts_on_values,
@@ -243,6 +244,29 @@ class SiteHook:
             states[self.keys[index]] = without_graph(state)
         # A choice on the device: reading `fires` would wait for it.
         return result if fires is None or result is grad else torch.where(fires, result, grad)
+
+    def scale_grad(self, param: Tensor) -> bool:
+        """Multiply `.grad` by the factor of the transform in place, if nothing else holds it.
+
+        Return False, and do nothing, unless the fast path would set the same `.grad`, unmeasured.
+        """
+        operation, transform = self.operation, self.operation.links[0].transform
+        if (
+            not isinstance(transform, Scaling)
+            or self.simple is None
+            or self.checked_for is not operation.fast_path
+            or operation.sampling
+            or operation.attachment.shadow
+            or autograd.any_autocast()
+            or not autograd.owns_grad(param)
+        ):
+            return False
+        grad = param.grad
+        assert grad is not None
+        self.entry.fired += 1
+        self.begin_call(0, grad)
+        grad.mul_(transform.factor(grad, self.contexts[0]))
+        return True
 
     def _state_before(self, index: int, grad: Tensor) -> TransformState:
         """The state of a link; made for this gradient if there is none, checked to fit it else."""

@@ -145,7 +145,8 @@ def actor(hook: PlacesHook, access: Access = PLAIN) -> Act:
     hook.values = readers(hook, access.value)
     if hook.scope == "group":
         return partial(_act_together, hook, access)
-    return partial(_act_on_each, hook.calls, access)
+    act = partial(_act_on_each, hook.calls, access)
+    return partial(_scale_or_act, hook.scalers, act) if access is PLAIN else act
 
 
 def readers(hook: PlacesHook, read: Callable[[Any], Tensor | None]) -> list[ReadTensor]:
@@ -178,6 +179,14 @@ def _act_on_each(calls: Sequence[ListedFn], access: Access, *params: Tensor | No
                 result = call(read(param), value(param))
                 if result is not None:
                     write(param, result)
+
+
+def _scale_or_act(
+    scalers: Sequence[Callable[[Tensor], bool]], act: Act, *params: Tensor | None
+) -> None:
+    """Multiply the `.grad`s that may be written to in place; act on the other parameters."""
+    pairs = zip(params, scalers, strict=True)
+    act(*[None if param is None or scale(param) else param for param, scale in pairs])
 
 
 def _act_together(hook: PlacesHook, access: Access, *params: Tensor | None) -> None:

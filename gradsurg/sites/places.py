@@ -525,6 +525,9 @@ class PlacesHook(Protocol):
     def calls(self) -> Sequence[ListedFn]: ...
 
     @property
+    def scalers(self) -> Sequence[Callable[[Tensor], bool]]: ...
+
+    @property
     def is_new(self) -> bool: ...
 
     @property

@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any, cast
 
@@ -221,6 +221,42 @@ _get_unwrapped = private("torch._C._functorch:get_unwrapped")
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is wrapped by `torch.func` or vmap, and so has no storage to compare."""
     return _is_functorch_tensor(tensor) or _is_legacy_batched(tensor)
+
+
+_storage_holders: Callable[[int], int] = private("torch._C:_storage_Use_Count")
+
+
+@needs("torch:Tensor._use_count", "torch:UntypedStorage._cdata")
+def _holders(param: torch.Tensor) -> tuple[int, int, int]:
+    """How many objects of Python, tensors and storages refer to a gradient and to its memory."""
+    grad: Any = param.grad  # Any: PyTorch does not declare the count
+    memory = _storage_holders(grad.untyped_storage()._cdata)
+    return sys.getrefcount(grad), grad._use_count(), memory
+
+
+@cache
+def _of_one_holder() -> tuple[int, int, int]:
+    param = torch.zeros(1, device="cpu", requires_grad=True)
+    param.grad = torch.zeros(1, device="cpu")
+    return _holders(param)
+
+
+def owns_grad(param: torch.Tensor) -> bool:
+    """Whether nothing but the parameter holds its gradient, so that it may be written to.
+
+    A view, a NumPy array, a graph that has saved it or a bucket of DDP holds its memory.
+    """
+    return _is_writable(param.grad) and _holders(param) == _of_one_holder()
+
+
+def _is_writable(grad: torch.Tensor | None) -> bool:
+    return (
+        type(grad) is torch.Tensor
+        and grad.dtype in (torch.float32, torch.float64)
+        and grad.is_contiguous()
+        and not (grad.requires_grad or grad.is_inference() or is_wrapped(grad))
+        and grad.untyped_storage().resizable()  # the memory is PyTorch's own
+    )
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

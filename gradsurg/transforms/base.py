@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gradsurg.plugins.reductions import widened
 from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks
 
@@ -354,6 +355,20 @@ class Stateless(Transform):
         self, grad: Tensor, state: TransformState, context: TransformContext
     ) -> tuple[Tensor, TransformState]:
         return self.apply(grad, context), state
+
+
+class Scaling(Stateless):
+    """Transform without state that multiplies the gradient: subclasses implement `factor` alone.
+
+    At `step` a gradient that nothing else holds is multiplied in place.
+    """
+
+    @abstractmethod
+    def factor(self, grad: Tensor, context: TransformContext) -> Tensor:
+        """Return the factor in float32 or wider, broadcastable against the gradient."""
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return (widened(grad) * self.factor(grad, context)).to(grad.dtype)
 
 
 class GroupTransform(Transform):

@@ -7,12 +7,12 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import NormOrder, Per, norm, widened
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.plugins.reductions import NormOrder, Per, norm
+from gradsurg.transforms.base import Scaling, TransformContext, TransformProperty
 
 
 @validated
-class ClipNorm(Stateless):
+class ClipNorm(Scaling):
     """Bound the p-norm of each gradient: g * min(1, max_norm / (|g| + eps)).
 
     Any shape. |g| is the norm of the tensor, or of each group selected by `per`, and with `mean`
@@ -41,9 +41,8 @@ class ClipNorm(Stateless):
     def acts_on_shards(self) -> bool:
         return self.per == "entry" or (self.per == "tensor" and not self.mean)
 
-    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+    def factor(self, grad: Tensor, context: TransformContext) -> Tensor:
         size = norm(grad, self.per, self.p)
         if self.mean and size.numel():
             size = size / (grad.numel() // size.numel()) ** (1 / self.p)
-        factor = self.max_norm / (size + self.eps)
-        return (widened(grad) * factor.clamp(max=1.0)).to(grad.dtype)
+        return (self.max_norm / (size + self.eps)).clamp(max=1.0)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import gradsurg as gs
 from gradsurg.sites.updates import MatchedUpdates
+from gradsurg.transforms.base import TransformContext
 from tests.nets import attached, backward, num_hooks, sgd, small, train, weights
 from tests.sites.points import UserGroup, calls_of
 
@@ -379,3 +381,45 @@ def test_two_groups_act_once_in_a_round_also_of_two_surgeries() -> None:
             model.zero_grad()
     assert {entry.calls for each in (live, other) for entry in each.ledger} == {3}
     assert num_hooks(model, *optimizers) == 0
+
+
+HOLDERS: dict[str, Callable[[Tensor], object]] = {
+    "nobody": lambda grad: None,
+    "the user": lambda grad: grad,
+    "a view": lambda grad: grad[1:],
+    "NumPy": lambda grad: grad.numpy(),
+    "a graph": lambda grad: nn.Parameter(torch.ones(3, 3)) * grad,
+}
+
+
+def _memory_of(array: np.ndarray, param: nn.Parameter) -> np.ndarray:
+    param.grad = torch.from_numpy(array)
+    return array
+
+
+@pytest.mark.parametrize("holder", [*HOLDERS, "memory of NumPy"])
+@pytest.mark.parametrize("every", [0, 1], ids=["unmeasured", "measured"])
+def test_a_gradient_is_scaled_in_place_only_if_nothing_else_holds_it(
+    holder: str, every: int
+) -> None:
+    param, transform = nn.Parameter(torch.zeros(3, 3)), gs.ClipNorm(0.5)
+    model = nn.ParameterDict({"w": param})
+    optimizer = SGD(model.parameters(), lr=0.0)
+    surgery = gs.Surgery(gs.Intervention(transform, at=STEP))
+    with surgery.attach(model, optimizer, effects_every=every) as live:
+        for step in range(3):  # the first one passes all checks
+            before = torch.randn(3, 3, generator=torch.Generator().manual_seed(step))
+            param.grad = before.clone()
+            if holder in HOLDERS:
+                held = HOLDERS[holder](param.grad)
+            else:
+                held = _memory_of(before.numpy().copy(), param)
+            address = param.grad.data_ptr()
+            optimizer.step()
+            expected = transform.apply(before, TransformContext())
+            assert param.grad.equal(expected)
+            in_place = param.grad.data_ptr() == address
+            assert in_place == (step > 0 and holder == "nobody" and not every)
+            if isinstance(held, np.ndarray | Tensor) and holder != "a graph":
+                assert torch.as_tensor(held).equal(before[1:] if holder == "a view" else before)
+        assert [entry.fired for entry in live.ledger] == [3]

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from gradsurg.effects.ledger import Ledger
-from gradsurg.sites.places import Named
 from gradsurg.triggers.base import Clock
 
 Outcome = Literal["refused", "warned", "reported", "n/a"]
@@ -79,7 +78,7 @@ class AttachmentLike(Protocol):
     operations: Sequence[Operation]
     states: Mapping[str, Mapping[str, torch.Tensor]]
     modules: Mapping[nn.Module, Sequence[str]]
-    params: Mapping[nn.Parameter, Named]
+    params: Mapping[nn.Parameter, Any]  # Any: of a floor above
     at_first_steps: list[Callable[[], None]]
 
     def expect_unmet(self) -> None: ...
