@@ -10,7 +10,6 @@ python scripts/bench.py engines [--rounds 3]              a step of eight tasks 
 python scripts/bench.py telemetry                         measurements of gradient conflicts
 python scripts/bench.py examples [--rounds 60]            gradients of single examples
 python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
-python scripts/bench.py catalogue                         oracles and costs of all transforms
 python scripts/bench.py compiled [--rounds 60]            compiled models and hooks by hand
 python scripts/bench.py kernel [--rounds 60]              sums of effects and torch.clamp
 """
@@ -34,6 +33,7 @@ import bench_sites
 import bench_start
 import bench_telemetry
 import torch
+from bench_turns import in_turns
 from torch import Tensor, nn
 
 import gradsurg as gs
@@ -114,14 +114,7 @@ def measure(make: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[s
         arms = {name: Arm(make, stack) for name in ARMS}
         for name, arm in arms.items():
             ARMS[name](arm)
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for turn in range(rounds + 3):
-            # Every other round goes backwards, so that no arm always follows the same one.
-            for name in list(arms)[:: 1 if turn % 2 else -1]:
-                seconds = arms[name].seconds()
-                if turn >= 3:
-                    times[name].append(seconds)
-    return {name[0]: own for name, own in times.items()}
+        return in_turns({name[0]: arm.seconds for name, arm in arms.items()}, rounds)
 
 
 def main() -> None:
@@ -129,7 +122,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "examples", "start", "catalogue", "kernel", "compiled"]
+    whats += ["telemetry", "examples", "start", "kernel", "compiled"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -156,10 +149,6 @@ def main() -> None:
             print(bench_kernel.table(args.rounds))
         case "telemetry":
             print(bench_telemetry.table(args.rounds))
-        case "catalogue":
-            import bench_catalogue  # imports the tests, which other benchmarks do without
-
-            print(bench_catalogue.table(min(args.rounds, 9), args.only))
         case "start":
             print(bench_start.table(args.rounds, args.only))
         case "multitask":
