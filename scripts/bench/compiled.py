@@ -1,6 +1,6 @@
 """Benchmark compiled models: graphs of each kind of site, and steps of hooks written by hand.
 
-python scripts/bench.py compiled [--rounds 60]
+python -m scripts.bench compiled [--rounds 60]
 
 A row has the number of graphs that Dynamo makes of an MLP of 12 linear layers, without and with
 effects, and the CPU time of a step without effects as a ratio of the same hooks written by hand.
@@ -13,12 +13,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_turns import cpu_seconds, in_turns
 from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
+from scripts.bench.turns import cpu_seconds, in_turns
 
 BOUND, LAYERS, WIDTH, WARM = 0.01, 12, 128, 10
 

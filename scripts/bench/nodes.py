@@ -1,6 +1,6 @@
 """Benchmark node resolution: a step of a 12-block transformer with and without selected nodes.
 
-python scripts/bench.py nodes
+python -m scripts.bench nodes
 
 Measures CPU time on one thread, which other processes disturb less than wall time.
 """
@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from statistics import median
 
 import torch
-from bench_turns import cpu_seconds, in_turns
 from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
+from scripts.bench.turns import cpu_seconds, in_turns
 
 BLOCKS, TOKENS, WIDTH, BATCH = 12, 16, 128, 8
 

@@ -1,6 +1,6 @@
 """Benchmark a training step of eight tasks and nine million parameters: time and memory by engine.
 
-python scripts/bench.py engines [--rounds 3]
+python -m scripts.bench engines [--rounds 3]
 
 Each way of training runs in its own process, in turns, on one thread. Its memory is the peak of the
 process minus its memory before the first step. TorchJD 0.18 (the `bench` extra) is skipped if it is
@@ -21,11 +21,11 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from bench_turns import in_turns
 from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
+from scripts.bench.turns import in_turns
 
 TASKS, BATCH, STEPS = 8, 64, 6
 
@@ -136,7 +136,7 @@ def table(rounds: int) -> str:
 
 def _measured(name: str) -> dict[str, float]:
     """Measure in a process of its own."""
-    command = [sys.executable, __file__, name]
+    command = [sys.executable, "-m", "scripts.bench.engines", name]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 

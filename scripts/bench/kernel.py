@@ -1,16 +1,16 @@
 """Benchmark the one-pass sums of effects: a pair of gradients beside `torch.clamp` of one.
 
-python scripts/bench.py kernel [--rounds 60]
+python -m scripts.bench kernel [--rounds 60]
 """
 
 from functools import partial
 from statistics import median
 
 import torch
-from bench_turns import cpu_seconds, in_turns
 
 from gradsurg.effects.sums import NUM_SUMS, add_on_cpu, eager_sums
 from gradsurg.effects.tables import aligned
+from scripts.bench.turns import cpu_seconds, in_turns
 
 
 def table(rounds: int) -> str:

@@ -1,6 +1,6 @@
 """Benchmark site kinds: microseconds of each kind and of a hand-written hook of the same kind.
 
-python scripts/bench.py sites
+python -m scripts.bench sites
 
 The hand-written hook is the minimum that does the same to the gradients of this network: the same
 clamp in the same hook, registered in each forward pass if the kind needs that. It handles no calls,
@@ -18,12 +18,12 @@ from time import process_time
 from typing import Any
 
 import torch
-from bench_turns import in_turns
 from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
+from scripts.bench.turns import in_turns
 
 BOUND = 0.001
 LAYERS = 24

@@ -1,44 +1,21 @@
-"""Benchmark the cost of surgery: ratios of step times, measured alternately in one process.
+"""Benchmark training with and without surgery: ratios of step times, measured alternately.
 
-python scripts/bench.py [--rounds 60] [--threads 1 2]     training with and without surgery
-python scripts/bench.py sites [--only outputs nodes]      each site kind and a hand-written hook
-python scripts/bench.py nodes                             node resolution in a 12-block transformer
-python scripts/bench.py report                            the report of 200 runs of 1000 steps
-python scripts/bench.py runner [--rounds 8]               the command and a plain training loop
-python scripts/bench.py multitask [--rounds 10]           aggregators and those of TorchJD
-python scripts/bench.py engines [--rounds 3]              a step of eight tasks and a plain step
-python scripts/bench.py telemetry                         measurements of gradient conflicts
-python scripts/bench.py examples [--rounds 60]            gradients of single examples
-python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
-python scripts/bench.py compiled [--rounds 60]            compiled models and hooks by hand
-python scripts/bench.py kernel [--rounds 60]              sums of effects and torch.clamp
+python -m scripts.bench training [--rounds 60] [--threads 1 2]
 """
 
-import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from time import perf_counter
 
-import bench_compiled
-import bench_engines
-import bench_examples
-import bench_kernel
-import bench_multitask
-import bench_nodes
-import bench_report
-import bench_runner
-import bench_sites
-import bench_start
-import bench_telemetry
 import torch
-from bench_turns import in_turns
 from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.transforms.base import Transform
+from scripts.bench.turns import in_turns
 
 BOUND = 0.001
 STEPS = 10  # steps timed together: one of them is sampled in arm e
@@ -117,50 +94,6 @@ def measure(make: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[s
         return in_turns({name[0]: arm.seconds for name, arm in arms.items()}, rounds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "examples", "start", "kernel", "compiled"]
-    parser.add_argument("what", nargs="?", choices=whats)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", nargs="+", default=[""])
-    parser.add_argument("--sizes", nargs="+", default=bench_multitask.SIZES)
-    parser.add_argument("--multitask", action="store_true", help="the same as multitask")
-    args = parser.parse_args()
-    match "multitask" if args.multitask else args.what:
-        case "sites":
-            print(bench_sites.table(args.rounds, args.only))
-        case "nodes":
-            print(bench_nodes.table(args.rounds, args.only))
-        case "report":
-            print(bench_report.table())
-        case "runner":
-            print(bench_runner.table(args.rounds, args.only))
-        case "engines":
-            print(bench_engines.table(args.rounds))
-        case "examples":
-            print(bench_examples.table(args.rounds))
-        case "compiled":
-            print(bench_compiled.table(args.rounds))
-        case "kernel":
-            print(bench_kernel.table(args.rounds))
-        case "telemetry":
-            print(bench_telemetry.table(args.rounds))
-        case "start":
-            print(bench_start.table(args.rounds, args.only))
-        case "multitask":
-            if lacking := bench_multitask.lacking():
-                parser.exit(2, f"{lacking}\n")
-            for threads in args.threads:
-                print(f"threads: {threads}")
-                print(bench_multitask.table(args.rounds, args.only, args.sizes, threads))
-        case _:
-            print(table(args.rounds, args.threads))
-
-
 def table(rounds: int, threads: list[int]) -> str:
     """Return one line for each model and number of threads."""
     head = ["model", "threads", "a plain, ms", "b/a", *[f"{k} <= {v:g}" for k, v in RATIOS.items()]]
@@ -177,7 +110,3 @@ def table(rounds: int, threads: list[int]) -> str:
     arms = "; ".join(ARMS)
     note = f"ratios of medians (of minima in brackets), from {rounds} alternating rounds"
     return f"{arms}\n{note}\n{aligned([head, *lines])}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Benchmark the overhead of the command: per step and for finished runs.
 
-python scripts/bench.py runner [--rounds 8]
+python -m scripts.bench runner [--rounds 8]
 """
 
 import os

@@ -1,4 +1,7 @@
-"""CPU time of starting Python and gradsurg, in processes that take turns."""
+"""Benchmark the CPU time of starting Python and gradsurg, in processes that take turns.
+
+python -m scripts.bench start [--rounds 8]
+"""
 
 import os
 import sys
@@ -6,9 +9,8 @@ import tempfile
 from functools import partial
 from statistics import median
 
-from bench_turns import in_turns
-
 from gradsurg.effects.tables import aligned
+from scripts.bench.turns import in_turns
 
 RUN = ["-m", "gradsurg.run"]
 ONE_STEP = [*RUN, "transform=none", "seeds=1", "steps=1", "force=true"]

@@ -1,4 +1,4 @@
-"""Costs of the gradients of single examples, for `bench.py examples`."""
+"""Costs of the gradients of single examples, for `python -m scripts.bench examples`."""
 
 # pyright: reportMissingImports=false
 
@@ -9,7 +9,6 @@ from statistics import median
 from warnings import catch_warnings, simplefilter
 
 import torch
-from bench_turns import cpu_seconds, in_turns
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
@@ -18,6 +17,7 @@ import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.models.gpt import GPT
 from gradsurg.transforms.base import Transform
+from scripts.bench.turns import cpu_seconds, in_turns
 
 BATCH, BOUND = 64, 1.0
 Step = Callable[[], object]

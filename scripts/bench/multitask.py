@@ -1,6 +1,6 @@
 """Benchmark aggregators against those of TorchJD 0.18 (the `bench` extra).
 
-python scripts/bench.py multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
+python -m scripts.bench multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
 
 Both run alternately in one process, in reversed order every other round. Each round has a new
 random float32 matrix for both, as a training step has, so that no result can be reused. Small
@@ -88,10 +88,14 @@ def theirs(name: str, count: int) -> Callable[[Tensor], Tensor]:
             return made()
 
 
-def table(rounds: int, only: list[str], sizes: list[str], threads: int) -> str:
-    torch.set_num_threads(threads)
+def table(rounds: int, only: list[str], sizes: list[str], threads: list[int]) -> str:
+    """Return one table for each number of threads."""
     chosen = [name for name in fields() if any(part in name for part in only)]
-    return times(chosen, sizes, rounds)
+    tables = []
+    for count in threads:
+        torch.set_num_threads(count)
+        tables.append(f"threads: {count}\n{times(chosen, sizes, rounds)}")
+    return "\n\n".join(tables)
 
 
 def times(chosen: list[str], sizes: list[str], rounds: int) -> str:
