@@ -1,29 +1,20 @@
 """The benchmark beside another library says what it lacks, and marks what it says it marks."""
 
 import sys
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return import_module("bench")
+from scripts.bench import kernel, multitask, size, start, telemetry
+from scripts.bench.__main__ import main
 
 
 def test_without_the_other_library_it_says_in_one_line_what_to_install(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchjd", None)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "multitask"])
     with pytest.raises(SystemExit) as found:
-        bench.main()
+        main(["multitask"])
     assert found.value.code == 2
     told = capsys.readouterr()
     assert told.out == ""
@@ -42,26 +33,22 @@ def test_without_the_other_library_it_says_in_one_line_what_to_install(
     ],
 )
 def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_work_is_apart(
-    bench: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     ours: list[float],
     theirs: list[float],
     said: list[str],
 ) -> None:
-    own = import_module("bench_multitask")
-    monkeypatch.setattr(own, "theirs", lambda name, count: torch.sum)
+    monkeypatch.setattr(multitask, "theirs", lambda name, count: torch.sum)
     monkeypatch.setattr(
-        own, "measured", lambda *_: {"ours": ours, "theirs": theirs, "reads": [2.0]}
+        multitask, "measured", lambda *_: {"ours": ours, "theirs": theirs, "reads": [2.0]}
     )
-    line = own.times(["Mean"], ["2x1000000"], 2).splitlines()[-1]
+    line = multitask.times(["Mean"], ["2x1000000"], 2).splitlines()[-1]
     assert line.split()[7:] == [*said, f"{min(ours) / 2:.2f}"]
 
 
 @pytest.mark.full
-def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries(
-    bench: ModuleType,
-) -> None:
-    _, _, base, helped = bench.bench_start.table(1, ["help"]).splitlines()
+def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries() -> None:
+    _, _, base, helped = start.table(1, ["help"]).splitlines()
     assert base.startswith("import torch, hydra")
     assert base.split()[-2:] == ["1.00", "1.00"]
     assert helped.startswith("help")
@@ -69,8 +56,8 @@ def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_librari
 
 
 @pytest.mark.full
-def test_the_telemetry_has_a_line_for_each_number_of_tasks_and_steps(bench: ModuleType) -> None:
-    _, heads, _, *lines = bench.bench_telemetry.table(2).splitlines()
+def test_the_telemetry_has_a_line_for_each_number_of_tasks_and_steps() -> None:
+    _, heads, _, *lines = telemetry.table(2).splitlines()
     assert heads.split()[:2] == ["tasks", "together"]
     rows = [line.split() for line in lines]
     assert [(row[0], row[1]) for row in rows] == [(t, n) for t in "238" for n in "15"]
@@ -79,22 +66,16 @@ def test_the_telemetry_has_a_line_for_each_number_of_tasks_and_steps(bench: Modu
         assert all(float(number) > 0 for number in row[2:])
 
 
-def test_the_kernel_of_effects_has_a_line_for_each_size(bench: ModuleType) -> None:
-    _, _, *lines = bench.bench_kernel.table(1).splitlines()
+def test_the_kernel_of_effects_has_a_line_for_each_size() -> None:
+    _, _, *lines = kernel.table(1).splitlines()
     assert [line.split()[0] for line in lines] == ["100,000", "1,000,000"]
 
 
-def test_the_sizes_of_a_language_model_have_their_rows(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    size = import_module("bench_size")
+def test_the_sizes_of_a_language_model_have_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = size.parameters(width=8, blocks=12, tokens=10)
     assert len(list(model.parameters())) == 148
     monkeypatch.setattr(size, "parameters", lambda: model)
-    size.main(["step", "norm", "--rounds", "1"])
-    told = capsys.readouterr().out
-    assert "ClipGlobalNorm" in told
-    assert "float32 3072x768" in told
-    with pytest.raises(SystemExit):
-        size.main(["norms"])
-    assert "ROW must be one of step, memory" in capsys.readouterr().err
+    printed = size.table(1, ["step", "norm"])
+    assert "ClipGlobalNorm" in printed
+    assert "float32 3072x768" in printed
+    assert size.table(1, ["norms"]) == ""

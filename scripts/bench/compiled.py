@@ -1,6 +1,6 @@
 """Benchmark compiled models: graphs of each kind of site, and steps of hooks written by hand.
 
-python scripts/bench.py compiled [--rounds 60]
+python -m scripts.bench compiled [--rounds 60]
 
 A row has the number of graphs that Dynamo makes of an MLP of 12 linear layers, without and with
 effects, and the CPU time of a step without effects as a ratio of the same hooks written by hand.
@@ -8,8 +8,8 @@ effects, and the CPU time of a step without effects as a ratio of the same hooks
 
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from statistics import median
-from time import process_time
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
+from scripts.bench.turns import cpu_seconds, in_turns
 
 BOUND, LAYERS, WIDTH, WARM = 0.01, 12, 128, 10
 
@@ -74,7 +75,7 @@ class Arm:
 
     def __init__(self) -> None:
         self.model, self.graphs = Net(), 0
-        self.batches = [torch.randn(64, WIDTH) for _ in range(16)]
+        self.batches = cycle([torch.randn(64, WIDTH) for _ in range(16)])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def compile(self, backend: Any) -> None:
@@ -84,12 +85,10 @@ class Arm:
         self.graphs += 1
         return graph
 
-    def seconds(self, turn: int) -> float:
-        began = process_time()
+    def step(self) -> None:
         self.optimizer.zero_grad()
-        self.call(self.batches[turn % len(self.batches)]).square().mean().backward()
+        self.call(next(self.batches)).square().mean().backward()
         self.optimizer.step()
-        return process_time() - began
 
 
 def graphs(at: Selector, every: int) -> int:
@@ -98,7 +97,7 @@ def graphs(at: Selector, every: int) -> int:
     arm = Arm()
     arm.compile(arm.count)
     with gs.Surgery(gs.Intervention(gs.Clip(BOUND), at)).attach(arm.model, effects_every=every):
-        arm.seconds(0)
+        arm.step()
     return arm.graphs
 
 
@@ -110,15 +109,11 @@ def ratio(at: Selector, by_hand: Callable[[nn.Module], None], rounds: int) -> st
         by_hand(layer)
     surgery = gs.Surgery(gs.Intervention(gs.Clip(BOUND), at))
     with surgery.attach(ours.model, ours.optimizer, effects_every=0):
-        times: list[list[float]] = [[], []]
         for arm in (hand, ours):
             arm.compile("inductor")
-        for turn in range(rounds + WARM):
-            for arm, own in [*zip((hand, ours), times, strict=True)][:: 1 if turn % 2 else -1]:
-                seconds = arm.seconds(turn)
-                if turn >= WARM:
-                    own.append(seconds)
-    return f"{median(times[1]) / median(times[0]):.3f}"
+        ways = {"hand": cpu_seconds(hand.step), "ours": cpu_seconds(ours.step)}
+        times = in_turns(ways, rounds, WARM)
+    return f"{median(times['ours']) / median(times['hand']):.3f}"
 
 
 def table(rounds: int) -> str:

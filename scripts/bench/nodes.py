@@ -1,6 +1,6 @@
 """Benchmark node resolution: a step of a 12-block transformer with and without selected nodes.
 
-python scripts/bench.py nodes
+python -m scripts.bench nodes
 
 Measures CPU time on one thread, which other processes disturb less than wall time.
 """
@@ -8,7 +8,6 @@ Measures CPU time on one thread, which other processes disturb less than wall ti
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
-from time import process_time
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
+from scripts.bench.turns import cpu_seconds, in_turns
 
 BLOCKS, TOKENS, WIDTH, BATCH = 12, 16, 128, 8
 
@@ -51,12 +51,10 @@ class Arm:
         self.inputs = torch.randn(BATCH, TOKENS, WIDTH)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def seconds(self) -> float:
-        began = process_time()
+    def step(self) -> None:
         self.optimizer.zero_grad()
         self.model(self.inputs).square().mean().backward()
         self.optimizer.step()
-        return process_time() - began
 
 
 KINDS: dict[str, Callable[[], Selector | None]] = {
@@ -71,21 +69,14 @@ KINDS: dict[str, Callable[[], Selector | None]] = {
 
 
 def measure(rounds: int, chosen: list[str]) -> dict[str, list[float]]:
-    """Return the milliseconds a step of each arm, one number a round."""
+    """Return the seconds a step of each arm, one number a round."""
     with ExitStack() as stack:
         arms = {name: Arm() for name in chosen}
         for name, arm in arms.items():
             if (at := KINDS[name]()) is not None:
                 surgery = gs.Surgery(gs.Intervention(gs.Identity(), at=at))
                 stack.enter_context(surgery.attach(arm.model, arm.optimizer, effects_every=0))
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for turn in range(rounds + 3):
-            # Every other round goes backwards, so that no arm always follows the same one.
-            for name in list(arms)[:: 1 if turn % 2 else -1]:
-                seconds = arms[name].seconds()
-                if turn >= 3:
-                    times[name].append(1000 * seconds)
-    return times
+        return in_turns({name: cpu_seconds(arm.step) for name, arm in arms.items()}, rounds)
 
 
 def table(rounds: int, only: list[str]) -> str:
@@ -98,8 +89,8 @@ def table(rounds: int, only: list[str]) -> str:
     rows = [
         [
             name,
-            f"{median(own):.2f}",
-            f"{min(own):.2f}",
+            f"{1000 * median(own):.2f}",
+            f"{1000 * min(own):.2f}",
             f"{median(own) / median(plain):.3f}",
             f"{min(own) / min(plain):.3f}",
             f"{median(a / b for a, b in zip(own, plain, strict=True)):.3f}",

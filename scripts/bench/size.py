@@ -1,6 +1,6 @@
 """Measure the cost of surgery at the size of a language model: time, and peak memory.
 
-python scripts/bench_size.py [step memory norm close attach] [--rounds 9]
+python -m scripts.bench size [--only step memory norm close attach] [--rounds 9]
 
 The parameters have the shapes of GPT-2 with 12 blocks of width 768 and 16,000 tokens: 98 million
 entries in 148 tensors. The gradients are random and there is no forward pass.
@@ -16,7 +16,6 @@ entries in 148 tensors. The gradients are random and there is no forward pass.
 Arms take turns in one process. Times are CPU times of one thread; compare within a run.
 """
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -101,11 +100,10 @@ def step_rows(rounds: int) -> list[list[str]]:
 
 
 PEAK = """
-import sys
-sys.path.insert(0, {folder!r})
-import bench_size, torch
+import torch
+from scripts.bench import size
 torch.set_num_threads(1)
-print(bench_size.peak({name!r}))
+print(size.peak({name!r}))
 """
 
 
@@ -130,9 +128,8 @@ def _status(key: str) -> float:
 def memory_rows(rounds: int) -> list[list[str]]:
     rows = [["memory", "peak above that before, MB", "of all gradients"]]
     total = sum(param.numel() for param in parameters().parameters()) * 4 / 2**20
-    folder = str(Path(__file__).parent)
     for name in ARMS:
-        command = [sys.executable, "-c", PEAK.format(folder=folder, name=name)]
+        command = [sys.executable, "-c", PEAK.format(name=name)]
         found = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         rows.append([name, f"{found:.0f}", f"{found / total:.2f}"])
     return rows
@@ -209,19 +206,8 @@ ROWS: dict[str, Row] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args(arguments)
-    if unknown := sorted(set(args.rows) - set(ROWS)):
-        parser.error(f"ROW must be one of {', '.join(ROWS)}, found {', '.join(unknown)}")
+def table(rounds: int, only: Sequence[str]) -> str:
+    """Return a table for each row of ROWS whose name starts with one of `only`."""
     torch.set_num_threads(1)
-    for name in args.rows or ROWS:
-        print(f"{aligned(ROWS[name](args.rounds))}\n", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    names = [name for name in ROWS if any(name.startswith(wanted) for wanted in only)]
+    return "\n\n".join(aligned(ROWS[name](rounds)) for name in names)

@@ -1,4 +1,4 @@
-"""Draw the two diagrams of docs/concepts.md: python scripts/diagrams.py"""
+"""Draw the two diagrams of docs/concepts.md: python docs/draw_diagrams.py"""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-FOLDER = Path(__file__).parents[1] / "docs" / "diagrams"
+FOLDER = Path(__file__).parent / "diagrams"
 MONO = "DejaVu Sans Mono"
 INK, FORWARD, BACKWARD, HOOK = "#333333", "#777777", "#1f5fa8", "#c2410c"
 

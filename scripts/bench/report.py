@@ -1,7 +1,7 @@
 """Measure time and memory of `python -m gradsurg.report` on synthetic studies.
 
-python scripts/bench_report.py [RUNSxSTEPS ...]    by default 200x1000, 2000x20 and 10000x20
-python scripts/bench_report.py --make FOLDER RUNSxSTEPS    write the study alone
+python -m scripts.bench.report [RUNSxSTEPS ...]    by default 200x1000, 2000x20 and 10000x20
+python -m scripts.bench.report --make FOLDER RUNSxSTEPS    write the study alone
 """
 
 import json

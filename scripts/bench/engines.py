@@ -1,6 +1,6 @@
 """Benchmark a training step of eight tasks and nine million parameters: time and memory by engine.
 
-python scripts/bench.py engines [--rounds 3]
+python -m scripts.bench engines [--rounds 3]
 
 Each way of training runs in its own process, in turns, on one thread. Its memory is the peak of the
 process minus its memory before the first step. TorchJD 0.18 (the `bench` extra) is skipped if it is
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
+from scripts.bench.turns import in_turns
 
 TASKS, BATCH, STEPS = 8, 64, 6
 
@@ -119,12 +121,7 @@ def measure(name: str) -> dict[str, float]:
 def table(rounds: int) -> str:
     """Return one line for each way of training."""
     names = ["plain", *OURS, *(THEIRS if find_spec("torchjd") else ())]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[:: 1 if turn % 2 else -1]:
-            command = [sys.executable, __file__, name]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found[name].append(json.loads(said))
+    found = in_turns({name: partial(_measured, name) for name in names}, rounds, warm=0)
     least = {name: min(own["least"] for own in runs) for name, runs in found.items()}
     middle = {name: median(own["median"] for own in runs) for name, runs in found.items()}
     memory = {name: min(own["memory"] for own in runs) for name, runs in found.items()}
@@ -135,6 +132,13 @@ def table(rounds: int) -> str:
         lines.append([*row, f"{memory[name] / memory['plain']:.1f}"])
     size = sum(own.numel() for own in Net().parameters())
     return f"{TASKS} tasks, {size:,} parameters, 1 thread, {rounds} rounds\n{aligned(lines)}"
+
+
+def _measured(name: str) -> dict[str, float]:
+    """Measure in a process of its own."""
+    command = [sys.executable, "-m", "scripts.bench.engines", name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
 
 
 if __name__ == "__main__":

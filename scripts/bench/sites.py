@@ -1,6 +1,6 @@
 """Benchmark site kinds: microseconds of each kind and of a hand-written hook of the same kind.
 
-python scripts/bench.py sites
+python -m scripts.bench sites
 
 The hand-written hook is the minimum that does the same to the gradients of this network: the same
 clamp in the same hook, registered in each forward pass if the kind needs that. It handles no calls,
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
+from scripts.bench.turns import in_turns
 
 BOUND = 0.001
 LAYERS = 24
@@ -171,12 +172,8 @@ def measure(kind: str, rounds: int) -> list[str]:
         arms = {name: Arm(stack) for name in ("plain", "hand", "ours")}
         by_hand(arms["hand"])
         surgery(arms["ours"], selector())
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for turn in range(rounds + 3):
-            for name in list(arms)[:: 1 if turn % 2 else -1]:
-                steps = arms[name].seconds()
-                if turn >= 3:
-                    times[name] += (1e6 * seconds for seconds in steps)
+        turns = in_turns({name: arm.seconds for name, arm in arms.items()}, rounds)
+    times = {name: [1e6 * x for steps in own for x in steps] for name, own in turns.items()}
     middle = {name: median(own) for name, own in times.items()}
     least = {name: mean(sorted(own)[:LEAST]) for name, own in times.items()}
     sites = [(least[name] - least["plain"]) / LAYERS for name in ("hand", "ours")]

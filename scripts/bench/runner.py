@@ -1,10 +1,9 @@
-"""Benchmark the overhead of the command: per step, at start-up and for finished runs.
+"""Benchmark the overhead of the command: per step and for finished runs.
 
-python scripts/bench.py runner [--rounds 8]
+python -m scripts.bench runner [--rounds 8]
 """
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -29,23 +28,18 @@ from gradsurg.experiment.sweep import jobs_of_study
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 
 WARM, STEPS, CLIP = 50, 2000, 0.01
-MAX_OVERHEAD, MAX_START, MAX_RESUME_S = 1.10, 1.3, 2.0
+MAX_OVERHEAD, MAX_RESUME_S = 1.10, 2.0
 RUNS, JOBS = 1000, 50
 SWEEP = ["transform=none,clip,scale_by_sign,norm_rescale,zero", "seed=range(0,10)", "logger=none"]
-
-IMPORTS = "import torch, hydra, wandb"
-OPTIMIZER = f"{IMPORTS}; torch.optim.SGD([torch.zeros(1)], lr=1.0)"
-COMMAND = ["-m", "gradsurg.run", "transform=none", "seeds=1"]
-ONE_STEP = ["steps=1", "force=true"]
 
 Times = dict[str, list[tuple[float, float]]]  # (wall, CPU) a round, by what was timed
 
 
 def table(rounds: int, only: Sequence[str]) -> str:
-    """Return tables of `overhead`, `start_up` and `resuming`, with their bounds."""
+    """Return tables of `overhead` and `resuming`, with their bounds."""
     parts = [f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"]
     with TemporaryDirectory() as folder:
-        for part in (overhead, start_up, resuming):
+        for part in (overhead, resuming):
             if any(part.__name__.startswith(name) for name in only):
                 parts.append(part(rounds, Path(folder)))
     return "\n\n".join(parts)
@@ -155,36 +149,6 @@ def _runner(
     whole.setdefault(key, []).append(seconds - times[key][-1][0])
 
 
-def start_up(rounds: int, place: Path) -> str:
-    """Measure commands of zero and of one step, relative to the necessary imports."""
-    command = [*COMMAND, f"out={place / 'start'}"]
-    cases = {
-        IMPORTS: ["-c", IMPORTS],
-        ".. and an optimizer made": ["-c", OPTIMIZER],
-        "python -m gradsurg.run, steps=0": [*command, "steps=0"],
-        "steps=1, logger=none": [*command, *ONE_STEP, "logger=none"],
-        "steps=1, W&B offline": [*command, *ONE_STEP],
-        "steps=1, finished before": [*command, "steps=1"],
-    }
-    _child(cases["steps=1, finished before"])
-    times: Times = {}
-    for turn in range(rounds):
-        for name in list(cases)[:: 1 if turn % 2 else -1]:
-            _note(times, name, _child(cases[name]))
-    head = ["start-up / imports", "wall: median (minimum)", "CPU", "bound", "wall, s", "CPU, s"]
-    rows = [head]
-    for name, own in times.items():
-        seconds = [f"{min(pair[part] for pair in own):.2f}" for part in (0, 1)]
-        bound = f"{MAX_START:g}" if "steps=" in name else ""
-        rows.append([name, *_ratios(own, times[IMPORTS]), bound, *seconds])
-    rows[1:] = sorted(rows[1:], key=lambda row: list(cases).index(row[0]))
-    note = (
-        f"transform=none seeds=1, from {rounds} rounds. steps=0: imports and the check; steps=1: "
-        "one run with its files too.\nPyTorch imports its compiler when the first optimizer is made"
-    )
-    return f"{note}\n{aligned(rows)}"
-
-
 def resuming(_: int, place: Path) -> str:
     """Measure the detection of finished runs and the checks of a sweep's jobs, once each."""
     out = place / "resume"
@@ -223,18 +187,6 @@ def _jobs(runs: Sequence[Run], out: Path) -> list[Job]:
 
 def _experiment(words: list[str]) -> Experiment:
     return build(compose.compose_config(*words))
-
-
-def _child(arguments: list[str]) -> tuple[float, float]:
-    """Return the wall and CPU seconds of a child interpreter."""
-    began = perf_counter()
-    closed = [(os.POSIX_SPAWN_OPEN, out, os.devnull, os.O_WRONLY, 0) for out in (1, 2)]
-    command = [sys.executable, *arguments]
-    process = os.posix_spawn(sys.executable, command, os.environ, file_actions=closed)
-    _, status, usage = os.wait4(process, 0)
-    if status:
-        raise RuntimeError(f"{arguments} ended with exit code {os.waitstatus_to_exitcode(status)}")
-    return perf_counter() - began, usage.ru_utime + usage.ru_stime
 
 
 def _ratios(over: Sequence[tuple[float, float]], under: Sequence[tuple[float, float]]) -> list[str]:

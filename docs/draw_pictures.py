@@ -1,4 +1,4 @@
-"""Draw the pictures of the README, light and dark: python scripts/pictures.py PLAIN TUNED
+"""Draw the pictures of the README, light and dark: python docs/draw_pictures.py PLAIN TUNED
 
 PLAIN and TUNED are the folders of the studies that the README's first two commands train, such as
 runs/digits-mlp and runs/tuned. `outcome` shows the difference in both studies above the effects on
@@ -17,7 +17,7 @@ from gradsurg.report import charts
 from gradsurg.report.compare import compare
 from gradsurg.report.study import read_study
 
-FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+FOLDER = Path(__file__).parent / "pictures"
 ROWS = ("both arms at lr 0.4", "each arm at its best lr")
 WIDTH, GAP = 700, 14
 

@@ -1,13 +1,19 @@
-"""CPU time of starting Python and gradsurg, in processes that take turns."""
+"""Benchmark the CPU time of starting Python and gradsurg, in processes that take turns.
+
+python -m scripts.bench start [--rounds 8]
+"""
 
 import os
 import sys
 import tempfile
+from functools import partial
 from statistics import median
 
 from gradsurg.effects.tables import aligned
+from scripts.bench.turns import in_turns
 
 RUN = ["-m", "gradsurg.run"]
+ONE_STEP = [*RUN, "transform=none", "seeds=1", "steps=1", "force=true"]
 LIBRARIES = "import torch, hydra"
 ARMS = {
     "import torch": ["-c", "import torch"],
@@ -17,20 +23,17 @@ ARMS = {
     "help": [*RUN, "--help"],
     "dry_run": [*RUN, "transform=clip", "dry_run=true"],
     "steps=0": [*RUN, "transform=clip", "steps=0"],
+    "steps=1": [*ONE_STEP, "logger=none"],
+    "steps=1, W&B offline": ONE_STEP,
 }
 """What each process runs; all ratios are to the second."""
 
 
 def measure(rounds: int, names: list[str]) -> dict[str, list[float]]:
     """Return the seconds of CPU time of each process, without a first round that fills caches."""
-    times: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(rounds + 1):
-            for name in names[:: 1 if turn % 2 else -1]:
-                seconds = _seconds(ARMS[name], folder)
-                if turn:
-                    times[name].append(seconds)
-    return times
+        ways = {name: partial(_seconds, ARMS[name], folder) for name in names}
+        return in_turns(ways, rounds, warm=1)
 
 
 def table(rounds: int, only: list[str]) -> str:
@@ -48,7 +51,7 @@ def table(rounds: int, only: list[str]) -> str:
 
 def _seconds(arguments: list[str], folder: str) -> float:
     """Return the CPU time of a Python process in `folder`; raise if it fails."""
-    variables = os.environ | {"COMP_LINE": "run transform=c", "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     # With the folder of this package on the path, wherever it was installed.
     variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     variables.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,4 +1,4 @@
-"""Costs of the gradients of single examples, for `bench.py examples`."""
+"""Costs of the gradients of single examples, for `python -m scripts.bench examples`."""
 
 # pyright: reportMissingImports=false
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from statistics import median
-from time import process_time
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -18,6 +17,7 @@ import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.models.gpt import GPT
 from gradsurg.transforms.base import Transform
+from scripts.bench.turns import cpu_seconds, in_turns
 
 BATCH, BOUND = 64, 1.0
 Step = Callable[[], object]
@@ -152,13 +152,8 @@ def table(rounds: int) -> str:
         for index, name in enumerate(models()):
             with ExitStack() as stack:
                 steps = arms(lambda index=index: [*models().values()][index], stack)
-                times: dict[str, list[float]] = {arm: [] for arm in steps}
-                for turn in range(rounds + 3):
-                    for arm in list(steps)[:: 1 if turn % 2 else -1]:
-                        began = process_time()
-                        steps[arm]()
-                        if turn >= 3:
-                            times[arm].append(process_time() - began)
+                ways = {arm: cpu_seconds(step) for arm, step in steps.items()}
+                times = in_turns(ways, rounds)
             ratios = [
                 median(a / b for a, b in zip(times[arm], times["plain"], strict=True))
                 for arm in steps

@@ -1,6 +1,6 @@
 """Benchmark the telemetry of gradient conflicts, and the evaluation of all other aggregators.
 
-python scripts/bench.py telemetry [--rounds 60]
+python -m scripts.bench telemetry [--rounds 60]
 
 Each number is for one measured step, fetched with 1 or 5 measured steps; by default the command
 measures one step in ten and logs one in fifty. `alone` measures them back to back. In the other

@@ -1,6 +1,6 @@
-"""Benchmark aggregators against those of TorchJD 0.18 (the `bench` extra): time and error.
+"""Benchmark aggregators against those of TorchJD 0.18 (the `bench` extra).
 
-python scripts/bench.py multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
+python -m scripts.bench multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
 
 Both run alternately in one process, in reversed order every other round. Each round has a new
 random float32 matrix for both, as a training step has, so that no result can be reused. Small
@@ -8,8 +8,7 @@ matrices get more rounds. The times are CPU times of the process: the minimum me
 median also the load of the machine. `apart` is the ratio of the minima of two halves of TorchJD's
 rounds, an estimate of the noise. A ratio of minima that exceeds its bound by more than the noise is
 marked by `> bound`. `reads` is the ratio of our least time and that of summing all entries of the
-matrix twice. Errors are those of 8 x 10,000 matrices with row norms from 1 to the ratio, relative
-to the exact solution; TorchJD has its defaults. Methods of TorchJD that need a package that is not
+matrix twice. Methods of TorchJD that need a package that is not
 installed are left out.
 """
 
@@ -21,14 +20,10 @@ from time import perf_counter, process_time
 from typing import Any
 from warnings import filterwarnings
 
-import numpy as np
 import torch
-from bench_exact import EXACT
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators._pairwise import draw_orders
-from gradsurg.aggregators.base import AggregatorContext
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.registry import names
 
@@ -39,7 +34,6 @@ SIZES = (
     *("2x1000", "2x10000", "2x1000000"),
     *("8x1000", "8x10000", "8x1000000", "8x10000000", "32x1000000"),
 )
-RATIOS = (1.0, 30.0, 1e3, 1e6)
 # The largest ratio of the least times: at (method, size), then by the size, then everywhere.
 BOUNDS = {
     ("NashMTL", "2x1000000"): 0.2,
@@ -94,10 +88,14 @@ def theirs(name: str, count: int) -> Callable[[Tensor], Tensor]:
             return made()
 
 
-def table(rounds: int, only: list[str], sizes: list[str], threads: int) -> str:
-    torch.set_num_threads(threads)
+def table(rounds: int, only: list[str], sizes: list[str], threads: list[int]) -> str:
+    """Return one table for each number of threads."""
     chosen = [name for name in fields() if any(part in name for part in only)]
-    return "\n\n".join([times(chosen, sizes, rounds), *(errors(chosen, t) for t in TYPES)])
+    tables = []
+    for count in threads:
+        torch.set_num_threads(count)
+        tables.append(f"threads: {count}\n{times(chosen, sizes, rounds)}")
+    return "\n\n".join(tables)
 
 
 def times(chosen: list[str], sizes: list[str], rounds: int) -> str:
@@ -162,50 +160,3 @@ def measured(
         if turn > 2 and perf_counter() - started > LONGEST:
             break
     return {name: own[1:] for name, own in taken.items()}
-
-
-TYPES = (torch.float32, torch.float64)
-
-
-def errors(chosen: list[str], dtype: torch.dtype, seeds: int = 5) -> str:
-    """Return the largest relative error for each method and ratio of norms."""
-    head = [f"error, {str(dtype).removeprefix('torch.')}"]
-    head += [f"{who} {ratio:g}" for ratio in RATIOS for who in ("ours", "TorchJD")]
-    lines = []
-    for name in chosen:
-        if name not in EXACT:
-            continue
-        row = [name]
-        for ratio in RATIOS:
-            worst = {"ours": 0.0, "theirs": 0.0}
-            for seed in range(seeds):
-                rows = made(ratio, seed).to(dtype)
-                matrix = rows.double().numpy()
-                context = AggregatorContext(step=seed)
-                ours = getattr(gs, name)(**fields()[name])
-                found = {"ours": ours.merge(rows, ours.init(len(rows)), context)[0]}
-                torch.manual_seed(seed)
-                found["theirs"] = theirs(name, len(rows))(rows)
-                for who, result in found.items():
-                    exact = EXACT[name](matrix, orders(who, len(rows), context, seed))
-                    apart = np.linalg.norm(result.double().numpy() - exact)
-                    worst[who] = max(worst[who], float(apart / np.linalg.norm(exact)))
-            row += [f"{worst['ours']:.0e}", f"{worst['theirs']:.0e}"]
-        lines.append(row)
-    return aligned([head, *lines])
-
-
-def made(ratio: float, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(8, 10_000, generator=generator, dtype=torch.float64)
-    mixed = (torch.eye(8) + 0.6 * torch.randn(8, 8, generator=generator)).double() @ rows
-    mixed /= mixed.norm(dim=1, keepdim=True)
-    return mixed * torch.logspace(0, np.log10(ratio), 8, dtype=torch.float64)[:, None]
-
-
-def orders(who: str, count: int, context: AggregatorContext, seed: int) -> list[list[int]]:
-    """Return the orders in which PCGrad projects the tasks."""
-    if who == "ours":
-        return draw_orders("random_per_task", count, context)
-    torch.manual_seed(seed)
-    return [torch.randperm(count).tolist() for _ in range(count)]

@@ -1,0 +1,1 @@
+"""Benchmarks of the costs of gradsurg: python -m scripts.bench"""

@@ -1,0 +1,78 @@
+"""Measure what gradsurg costs: python -m scripts.bench [WHAT] [--rounds N] [--only NAME ..]
+
+training    a step with and without surgery (the default)
+size        an optimizer step at the size of a language model: time and memory
+sites       each kind of site beside a hook written by hand
+nodes       finding autograd nodes in a 12-block transformer
+kernel      the sums of effects beside torch.clamp
+compiled    compiled models beside hooks by hand
+examples    gradients of single examples
+multitask   aggregators beside those of TorchJD
+engines     a step of eight tasks beside a plain step
+telemetry   measurements of gradient conflicts
+start       processes: imports, help, dry run
+runner      the command beside a plain training loop
+report      the report of 200 runs of 1000 steps
+"""
+
+import argparse
+from collections.abc import Callable
+
+from scripts.bench import (
+    compiled,
+    engines,
+    examples,
+    kernel,
+    multitask,
+    nodes,
+    report,
+    runner,
+    sites,
+    size,
+    start,
+    telemetry,
+    training,
+)
+
+TABLES: dict[str, tuple[int, Callable[[argparse.Namespace], str]]] = {
+    "training": (60, lambda args: training.table(args.rounds, args.threads)),
+    "size": (9, lambda args: size.table(args.rounds, args.only)),
+    "sites": (60, lambda args: sites.table(args.rounds, args.only)),
+    "nodes": (60, lambda args: nodes.table(args.rounds, args.only)),
+    "kernel": (60, lambda args: kernel.table(args.rounds)),
+    "compiled": (60, lambda args: compiled.table(args.rounds)),
+    "examples": (60, lambda args: examples.table(args.rounds)),
+    "multitask": (
+        10,
+        lambda args: multitask.table(args.rounds, args.only, args.sizes, args.threads),
+    ),
+    "engines": (3, lambda args: engines.table(args.rounds)),
+    "telemetry": (60, lambda args: telemetry.table(args.rounds)),
+    "start": (8, lambda args: start.table(args.rounds, args.only)),
+    "runner": (8, lambda args: runner.table(args.rounds, args.only)),
+    "report": (1, lambda args: report.table()),
+}
+"""The number of rounds by default, and the function that measures."""
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="?", choices=TABLES, default="training", metavar="WHAT")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", nargs="+", default=[""], help="rows that begin so")
+    parser.add_argument("--sizes", nargs="+", default=multitask.SIZES, help="of multitask")
+    args = parser.parse_args(words)
+    if args.what == "multitask" and (lacking := multitask.lacking()):
+        parser.exit(2, f"{lacking}\n")
+    rounds, table = TABLES[args.what]
+    args.rounds = args.rounds or rounds
+    print(table(args))
+
+
+if __name__ == "__main__":
+    main()
