@@ -270,9 +270,10 @@ def _write_part(param: Tensor, part: Tensor) -> None:
 def _write_share(param: Tensor, whole: Tensor) -> None:
     """Set the gradient, and keep the part of it that is of this process."""
     like = cast(Any, param.grad)
-    if autograd.is_sharded(like):
-        from torch.distributed.tensor import distribute_tensor  # slow to import
-
-        # None: each process has the whole, and sends nothing.
-        whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    param.grad = whole
+    if not autograd.is_sharded(like):
+        param.grad = whole
+        return
+    (placement,), rank = like.placements, like.device_mesh.get_local_rank()
+    parts = whole.chunk(like.device_mesh.size(), placement.dim)
+    part = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
+    _write_part(param, part)
