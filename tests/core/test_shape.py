@@ -17,7 +17,7 @@ ROOMS = ("core", "sites", "effects")
 KINDS = sorted(
     path.stem
     for path in (PACKAGE / "sites").glob("*.py")
-    if " = Kind(" in path.read_text(encoding="utf-8")
+    if 'Kind("' in path.read_text(encoding="utf-8")
 )
 
 
