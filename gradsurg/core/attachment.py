@@ -26,7 +26,7 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
-from gradsurg.sites.selection import names_of, one_scan, owned_params
+from gradsurg.sites.selection import one_scan, owned_params
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import TransformState
@@ -48,6 +48,8 @@ class Attachment:
     one hook of PyTorch. `shadow` measures effects and applies nothing; `rank` is the number of this
     process among `processes`; `is_compiled` says that the compiled form of the model was attached.
     """
+
+    params_of = staticmethod(owned_params)
 
     def __init__(
         self,
@@ -106,16 +108,6 @@ class Attachment:
         if model is None:
             raise RuntimeError(DETACHED)
         return model
-
-    @property
-    def modules(self) -> Mapping[nn.Module, Sequence[str]]:
-        """The modules of the model, with their names."""
-        return names_of(self.model)
-
-    @property
-    def params(self) -> Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]:
-        """The parameters of the model, with their names and owners."""
-        return owned_params(self.model)
 
     def check_open(self) -> None:
         """Raise RuntimeError if the surgery is detached."""

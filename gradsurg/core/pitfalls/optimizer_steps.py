@@ -81,7 +81,9 @@ class StepHooks(Pitfall):
             each.stage == "forward" and each.intervention.at.changed_tensors == "weights"
             for each in attachment.operations
         ):
-            trained = [param for param in attachment.params if param.requires_grad]
+            trained = [
+                param for param in attachment.params_of(attachment.model) if param.requires_grad
+            ]
             for param in trained[:: -(-len(trained) // WATCHED) or 1]:
                 if not is_lazy(param):
                     self._watched.add(id(param))

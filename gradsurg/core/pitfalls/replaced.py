@@ -1,7 +1,6 @@
 """A hook belongs to an object, which may be replaced or copied."""
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Collection, Iterator, Sequence
 from weakref import ref
 
 from torch import Tensor, nn
@@ -70,7 +69,11 @@ class Replaced(Pitfall):
         for operation in attachment.operations:
             if self._known[operation].has_changed(attachment):
                 found |= dict.fromkeys(self._unhooked(attachment, operation))
-        is_sharded = any(map(autograd.is_sharded, attachment.params)) if found else False
+        is_sharded = (
+            any(map(autograd.is_sharded, attachment.params_of(attachment.model)))
+            if found
+            else False
+        )
         late = ", as after fully_shard" if is_sharded else ""
         for is_param, change, also in (
             (False, "modules were replaced or added", " or taken for a part of the one around it"),
@@ -113,16 +116,18 @@ class _Known:
     """
 
     def __init__(self, attachment: AttachmentLike) -> None:
-        things = chain[nn.Module | Tensor](attachment.modules, attachment.params)
+        things, params = _things(attachment)
         self._refs = {id(thing): ref(thing) for thing in things}
-        self.frozen = {id(param) for param in attachment.params if not param.requires_grad}
+        self.frozen = {id(param) for param in params if not param.requires_grad}
 
     def has_changed(self, attachment: AttachmentLike) -> bool:
         """Whether any was added, replaced, moved or unfrozen since."""
-        ids = [*map(id, attachment.modules), *map(id, attachment.params)]
+        things, params = _things(attachment)
         # An id may belong to another object once its first one is gone.
-        is_same = ids == [*self._refs] and all(each() is not None for each in self._refs.values())
-        return not is_same or any(map(self.lacks, attachment.params if self.frozen else ()))
+        is_same = [*map(id, things)] == [*self._refs] and all(
+            each() is not None for each in self._refs.values()
+        )
+        return not is_same or any(map(self.lacks, params if self.frozen else ()))
 
     def lacks(self, thing: object) -> bool:
         """Whether a module or a parameter that needs a gradient came later, or was frozen."""
@@ -130,6 +135,14 @@ class _Known:
             return False
         known = self._refs.get(id(thing))
         return known is None or known() is not thing or id(thing) in self.frozen
+
+
+def _things(
+    attachment: AttachmentLike,
+) -> tuple[Sequence[nn.Module | Tensor], Collection[Tensor]]:
+    """Return the modules and parameters of a model, and its parameters."""
+    params = attachment.params_of(attachment.model)
+    return [*attachment.model.modules(), *params], params
 
 
 class Parametrized(Pitfall):
@@ -150,13 +163,18 @@ class Parametrized(Pitfall):
     )
 
     def attached(self, attachment: AttachmentLike) -> None:
-        model, named = attachment.model, attachment.modules
-        lists = [each for each in named if isinstance(each, ParametrizationList)]
+        model = attachment.model
+        owned = (each for owned in attachment.params_of(model).values() for each in owned)
+        lists = {
+            owner: name.rpartition(".")[0]
+            for name, owner in owned
+            if isinstance(owner, ParametrizationList)
+        }
         operations = attachment.operations if lists else ()
         for operation, kind in ((each, kind) for each in operations for kind in each.kinds):
             params = [each for each in kind.things(model) if isinstance(each.thing, Tensor)]
-            for module in lists:
-                prefix, _, tensor = named[module][0].rpartition("parametrizations.")
+            for module, path in lists.items():
+                prefix, _, tensor = path.rpartition("parametrizations.")
                 name, owner = prefix + tensor, model.get_submodule(prefix.rstrip("."))
                 behind = [each for each in params if module in each.owners]
                 # The selector misses what it would pick under the name of the tensor.
