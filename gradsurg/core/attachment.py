@@ -25,7 +25,7 @@ from gradsurg.effects.ledger import Ledger, warn_user
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
-from gradsurg.sites.selection import names_of, one_scan
+from gradsurg.sites.selection import one_scan
 from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import module_hooks
@@ -49,6 +49,8 @@ class Attachment:
     one hook there, which calls theirs in order. `rank` is the number of this process among
     `processes`, and 0 of 1 without torch.distributed.
     """
+
+    params_of = staticmethod(params_of)  # for pitfalls, which are on a floor below
 
     def __init__(
         self,
@@ -115,20 +117,6 @@ class Attachment:
         if model is None:
             raise RuntimeError(DETACHED)
         return model
-
-    @property
-    def modules(self) -> Mapping[nn.Module, Sequence[str]]:
-        """The modules of the model, with their names."""
-        return names_of(self.model)
-
-    @property
-    def params(self) -> Mapping[nn.Parameter, Named]:
-        """The parameters of the model, each with all its names and owners."""
-        return {
-            param: each
-            for each in params_of(self.model)
-            if isinstance(param := each.thing, nn.Parameter)
-        }
 
     def check_open(self) -> None:
         """Raise RuntimeError if the surgery is detached."""

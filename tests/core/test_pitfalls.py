@@ -117,9 +117,10 @@ class Surgery:
         self.shadow, self.is_compiled, self.processes, self.scaler = False, False, 2, None
         self.told: dict[str, str] = {}
         self.at_first_steps: list[Callable[[], None]] = []
-        self.modules = {module: [name] for name, module in self.model.named_modules()}
-        self.params = {param: [(name, self.model)] for name, param in self.model.named_parameters()}
         self.listening: list[Any] = []  # Any: pitfalls
+
+    def params_of(self, model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+        return {param: [(name, model)] for name, param in model.named_parameters()}
 
     def expect_unmet(self) -> None:
         """All sites were met."""

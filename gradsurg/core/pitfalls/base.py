@@ -58,8 +58,8 @@ class AttachmentLike(Protocol):
     """An `Attachment`, as a pitfall sees it; its `steps` are `OptimizerSteps`.
 
     `start` is the step at which it was attached. `is_compiled` says that the compiled form of the
-    model was, `scaler` is the GradScaler that was given to `attach`. `modules`, with their names,
-    and `params`, with names and owners, are read once for all that attach or close.
+    model was, `scaler` is the GradScaler that was given to `attach`. `params_of` a model,
+    with their names and owners, are read once for all that attach or close.
     `at_first_steps` are called when the first steps have ended. `expect_unmet` enters into the
     ledger the names at which no site was met, `tell` lets the pitfalls know of a moment,
     `tell_scaler` the aggregators of a scaler that was found, and `warn_once` warns at once, and
@@ -77,8 +77,7 @@ class AttachmentLike(Protocol):
     model: nn.Module
     operations: Sequence[Operation]
     states: Mapping[str, Mapping[str, torch.Tensor]]
-    modules: Mapping[nn.Module, Sequence[str]]
-    params: Mapping[nn.Parameter, Any]  # Any: of a floor above
+    params_of: Callable[[nn.Module], Sequence[Any]]  # Any: `Named`, of a floor above
     at_first_steps: list[Callable[[], None]]
 
     def expect_unmet(self) -> None: ...

@@ -65,7 +65,7 @@ class BeforeAverage(Pitfall):
     def attached(self, attachment: AttachmentLike) -> None:
         if attachment.processes == 1:
             return
-        for module in attachment.modules:
+        for module in attachment.model.modules():
             self._note(attachment, module)
 
         @compiling.untraced

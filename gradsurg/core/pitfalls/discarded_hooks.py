@@ -48,7 +48,7 @@ class DiscardedHooks(Pitfall):
         step, is_counted = attachment.clock.step, attachment.clock.step != attachment.start
         return {
             param: name
-            for param, ((name, *_), *_) in attachment.params.items()
+            for (name, *_), param, _ in attachment.params_of(attachment.model)
             if (hook := operation.hooks.get(name)) is not None
             and (hook.contexts[0].step < step - 1 if is_counted else param.grad is not None)
         }

@@ -81,7 +81,8 @@ class StepHooks(Pitfall):
             each.stage == "forward" and each.intervention.at.changed_tensors == "weights"
             for each in attachment.operations
         ):
-            trained = [param for param in attachment.params if param.requires_grad]
+            params = attachment.params_of(attachment.model)
+            trained = [each.thing for each in params if not each.is_frozen]
             for param in trained[:: -(-len(trained) // WATCHED) or 1]:
                 if not is_lazy(param):
                     self._watched.add(id(param))

@@ -1,7 +1,6 @@
 """A hook belongs to an object, which may be replaced or copied."""
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from weakref import ref
 
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class Replaced(Pitfall):
         for operation in attachment.operations:
             if self._known[operation].has_changed(attachment):
                 found |= dict.fromkeys(self._unhooked(attachment, operation))
-        is_sharded = any(map(autograd.is_sharded, attachment.params)) if found else False
+        is_sharded = found and any(map(autograd.is_sharded, _params(attachment)))
         late = ", as after fully_shard" if is_sharded else ""
         for is_param, change, also in (
             (False, "modules were replaced or added", " or taken for a part of the one around it"),
@@ -98,7 +97,7 @@ class Replaced(Pitfall):
             by_class = named._replace(names=(type(thing).__name__,), owners=(thing,))
             is_reached = kind.reaches_new and any(leaf.near(by_class) for leaf in operation.leaves)
             # The uses of a frozen parameter are known once it has a gradient.
-            is_used = id(thing) in known.frozen and any(
+            is_used = known.was_frozen(thing) and any(
                 site.startswith(f"{name}/") for site in operation.placed
             )
             is_near = any((kind, each) in near for each in named.names)
@@ -109,27 +108,41 @@ class Replaced(Pitfall):
 class _Known:
     """The modules and parameters of a model when an intervention was attached.
 
-    `frozen` are the ids of parameters that had no hook because they needed no gradient.
+    A parameter that needed no gradient then has no hook.
     """
 
     def __init__(self, attachment: AttachmentLike) -> None:
-        things = chain[nn.Module | Tensor](attachment.modules, attachment.params)
-        self._refs = {id(thing): ref(thing) for thing in things}
-        self.frozen = {id(param) for param in attachment.params if not param.requires_grad}
+        self._refs = {id(thing): ref(thing) for thing in _things(attachment)}
+        params = _params(attachment)
+        self._frozen = {id(param) for param in params if not param.requires_grad}
 
     def has_changed(self, attachment: AttachmentLike) -> bool:
         """Whether any was added, replaced, moved or unfrozen since."""
-        ids = [*map(id, attachment.modules), *map(id, attachment.params)]
+        things = _things(attachment)
         # An id may belong to another object once its first one is gone.
-        is_same = ids == [*self._refs] and all(each() is not None for each in self._refs.values())
-        return not is_same or any(map(self.lacks, attachment.params if self.frozen else ()))
+        is_same = [*map(id, things)] == [*self._refs] and all(
+            each() is not None for each in self._refs.values()
+        )
+        return not is_same or any(map(self.lacks, things if self._frozen else ()))
 
     def lacks(self, thing: object) -> bool:
         """Whether a module or a parameter that needs a gradient came later, or was frozen."""
         if isinstance(thing, Tensor) and not thing.requires_grad:
             return False
         known = self._refs.get(id(thing))
-        return known is None or known() is not thing or id(thing) in self.frozen
+        return known is None or known() is not thing or id(thing) in self._frozen
+
+    def was_frozen(self, thing: object) -> bool:
+        """Whether it is a parameter that needed no gradient then."""
+        return id(thing) in self._frozen and self._refs[id(thing)]() is thing
+
+
+def _params(attachment: AttachmentLike) -> Sequence[Tensor]:
+    return [named.thing for named in attachment.params_of(attachment.model)]
+
+
+def _things(attachment: AttachmentLike) -> Sequence[nn.Module | Tensor]:
+    return [*attachment.model.modules(), *_params(attachment)]
 
 
 class Parametrized(Pitfall):
@@ -150,13 +163,19 @@ class Parametrized(Pitfall):
     )
 
     def attached(self, attachment: AttachmentLike) -> None:
-        model, named = attachment.model, attachment.modules
-        lists = [each for each in named if isinstance(each, ParametrizationList)]
+        model = attachment.model
+        params = attachment.params_of(model)
+        owned = (pair for each in params for pair in zip(each.names, each.owners, strict=True))
+        lists = {
+            owner: name.rpartition(".")[0]
+            for name, owner in owned
+            if isinstance(owner, ParametrizationList)
+        }
         operations = attachment.operations if lists else ()
         for operation, kind in ((each, kind) for each in operations for kind in each.kinds):
             params = [each for each in kind.things(model) if isinstance(each.thing, Tensor)]
-            for module in lists:
-                prefix, _, tensor = named[module][0].rpartition("parametrizations.")
+            for module, path in lists.items():
+                prefix, _, tensor = path.rpartition("parametrizations.")
                 name, owner = prefix + tensor, model.get_submodule(prefix.rstrip("."))
                 behind = [each for each in params if module in each.owners]
                 # The selector misses what it would pick under the name of the tensor.
