@@ -102,6 +102,22 @@ def test_clipped_and_transformed_and_sorted_rows_are_those_of_a_loop(
     assert_close(results, [row.median(0).values for row in rows])
 
 
+@pytest.mark.parametrize("name", models.NAMES)
+def test_a_chain_that_ends_in_a_clip_of_the_norm_is_that_of_a_loop(name: str) -> None:
+    model, inputs = models.make(name, COUNT)
+    targets = torch.arange(COUNT) % 7
+    rows = [row.clamp(-0.01, 0.01) for row in loop(model, inputs, targets)]
+    bound = median_norm(rows)
+    chain = gs.Chain(gs.Clip(0.01), gs.ClipGlobalNorm(bound))
+    assert_close(treated(model, inputs, targets, gs.PerSample(chain)), clipped(rows, bound), 1e-5)
+    sums = torch.stack([row.reshape(COUNT, -1).abs().sum(1) for row in rows]).sum(0)
+    bound = float(sums.median())
+    chain = gs.Chain(gs.Clip(0.01), gs.ClipGlobalNorm(bound, p=1))
+    weights = (bound / (sums + 1e-6)).clamp(max=1) / COUNT
+    wanted = [torch.tensordot(weights, row, 1) for row in rows]
+    assert_close(treated(model, inputs, targets, gs.PerSample(chain)), wanted, 1e-5)
+
+
 @pytest.mark.parametrize("sizes", [[5], [3, 2]])
 @pytest.mark.parametrize("name", models.NAMES)
 def test_an_aggregator_on_the_gramian_is_that_on_the_rows(
