@@ -38,6 +38,7 @@ from gradsurg.core.pitfalls.two_surgeries import TwoSurgeries
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Entry, Ledger
 from gradsurg.sites.places import Selector
+from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.triggers.base import Clock
 from tests.nets import small
@@ -119,8 +120,7 @@ class Surgery:
         self.at_first_steps: list[Callable[[], None]] = []
         self.listening: list[Any] = []  # Any: pitfalls
 
-    def params_of(self, model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
-        return {param: [(name, model)] for name, param in model.named_parameters()}
+    params_of = staticmethod(params_of)
 
     def expect_unmet(self) -> None:
         """All sites were met."""
