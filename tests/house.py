@@ -23,11 +23,11 @@ ROOMS = {
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4245),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7975),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7988),
     "report": (("report",), 5681),
-    "stats": (("stats.py",), 600),
-    "reproduce": (("reproduce",), 1942),
-    "script": (("script",), 2314),
+    "stats": (("stats.py",), 603),
+    "reproduce": (("reproduce",), 1945),
+    "script": (("script",), 2317),
 }
 """Room: its folders and files in `gradsurg/`, and the lines that it may have.
 
@@ -35,7 +35,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2642, 53_510 + NEW
+REST, TESTS = 2644, 53_510 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
