@@ -7,6 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 PLUGINS = ("transforms", "triggers", "aggregators", "models", "tasks", "sites", "loggers", "sinks")
@@ -122,20 +123,23 @@ def broad_excepts(modules: dict[str, ast.Module]) -> int:
 
 def functions_called(call: Callable[[], object]) -> Calls:
     """The functions of gradsurg that a call runs, as (file, name)."""
-    seen: Calls = set()
+    codes: set[CodeType] = set()
 
-    def note(frame: object, event: str, _: object) -> None:
-        code = frame.f_code  # type: ignore[attr-defined]
-        path = Path(code.co_filename)
-        if event == "call" and PACKAGE in path.parents and not code.co_name.startswith("<"):
-            seen.add((str(path.relative_to(PACKAGE)), code.co_qualname))
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
 
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return seen
+    paths = [(Path(code.co_filename), code.co_qualname) for code in codes]
+    return {
+        (str(path.relative_to(PACKAGE)), name)
+        for path, name in paths
+        if PACKAGE in path.parents and not name.rpartition(".")[2].startswith("<")
+    }
 
 
 def life_of_a_clip() -> dict[str, Calls]:

@@ -4,6 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -153,8 +154,12 @@ class Shared:
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self.threads: list[ThreadCalls] = []
-        self._left_out = compiling.LeftOut()  # if no kind needs numbers in compiled code
         self._stack = ExitStack()
+
+    @cached_property
+    def _left_out(self) -> compiling.LeftOut:
+        """The hooks that compiled code does without, if no kind needs numbers there."""
+        return compiling.LeftOut()
 
     def follow(self, stack: ExitStack, *, is_traced: bool = False) -> ThreadCalls:
         """Return the calls for one more kind, which are numbered until `stack` is closed.

@@ -126,8 +126,10 @@ class ParamSelector(NamedSelector):
     stage: Stage | None = None
 
     def near(self, named: Named) -> Sequence[str]:
-        fits = fits_shape(named.thing, self.ndim, self.size) and self.matching(named)
-        return named.names[:1] if fits else ()
+        # Asked for each parameter of a model: most selectors fit any shape.
+        fits = isinstance(named.thing, Tensor) and self.ndim is None and self.size is None
+        fits = fits or fits_shape(named.thing, self.ndim, self.size)
+        return named.names[:1] if fits and self.matching(named) else ()
 
     def offers(self, named: Named) -> Sequence[str]:
         return named.names[:1]
