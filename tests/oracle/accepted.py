@@ -4,6 +4,7 @@ import re
 
 ACCEPTED: dict[str, str] = {
     "runs loggers: W&B *report config versions: *": "they name a hash of the source",
+    "*: rows: * norm_max is new": "the largest norm of a site, a new number of its effects",
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 
