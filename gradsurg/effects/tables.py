@@ -43,7 +43,7 @@ def effect_table(
 
     A transform with more than `most` sites has one row over all of them, with means and total
     counts, and its sites with the lowest cosine and the norm ratio farthest from 1. Lines below
-    name the largest and the smallest gradients and say that their rows are `rest`. A line
+    name the largest and the smallest gradients, and `rest` says where the hidden rows are. A line
     names the first site with a gradient that is not finite, if there is one. Columns in which no
     row differs from an unchanged gradient are left out. Names are folded if the table would have
     more than `width` columns.
