@@ -131,6 +131,19 @@ def test_the_trigger_of_the_concepts_is_the_one_of_its_command(here: Here) -> No
     assert ended.code == 0, ended.err
 
 
+def test_the_trigger_in_the_file_of_the_concepts_is_the_one_in_its_python_block(
+    here: Here, folder: Path
+) -> None:
+    (text,) = blocks("yaml", "docs/concepts.md")
+    (folder / "confs/when").mkdir(parents=True)
+    (folder / "confs/when/late.yaml").write_text(text, encoding="utf-8")
+    words = shlex.split(text.splitlines()[0])[4:]
+    ended = here(*words, "dry_run=true", "logger=none")
+    assert ended.code == 0, ended.err
+    last = blocks("python", "docs/concepts.md")[-1].splitlines()[-1]
+    assert repr(eval(last, {"gs": gs})) in ended.out
+
+
 def test_the_comparison_of_ones_own_loop_prints_its_verdict(capsys) -> None:
     (code,) = [block for block in blocks("python", "docs/trainers.md") if "gs.compare" in block]
 
@@ -158,7 +171,7 @@ def test_the_comparison_of_ones_own_loop_prints_its_verdict(capsys) -> None:
 def test_every_page_is_in_a_table_of_contents() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert pages <= {*index.split()}
+    assert pages <= {word.strip("<>") for word in index.split()}  # "Title <page>" too
 
 
 def test_the_landing_page_prints_its_table_and_counts_right(capsys) -> None:
