@@ -131,10 +131,47 @@ def test_the_trigger_of_the_concepts_is_the_one_of_its_command(here: Here) -> No
     assert ended.code == 0, ended.err
 
 
+def test_the_trigger_in_the_file_of_the_concepts_is_the_one_in_its_python_block(
+    here: Here, folder: Path
+) -> None:
+    (text,) = blocks("yaml", "docs/concepts.md")
+    (folder / "confs/when").mkdir(parents=True)
+    (folder / "confs/when/late.yaml").write_text(text, encoding="utf-8")
+    words = shlex.split(text.splitlines()[0])[4:]
+    ended = here(*words, "dry_run=true", "logger=none")
+    assert ended.code == 0, ended.err
+    last = blocks("python", "docs/concepts.md")[-1].splitlines()[-1]
+    assert repr(eval(last, {"gs": gs})) in ended.out
+
+
+def test_the_comparison_of_ones_own_loop_prints_its_verdict(capsys) -> None:
+    (code,) = [block for block in blocks("python", "docs/trainers.md") if "gs.compare" in block]
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(64, 20)
+        return x, x[:, :3].argmax(dim=1)
+
+    def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(60):
+            x, y = batch()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    def accuracy(model: nn.Module) -> float:
+        x, y = batch()
+        return (model(x).argmax(dim=1) == y).double().mean().item()
+
+    clip = gs.Intervention(gs.Clip(0.01), gs.Parameters())
+    given = {"make_model": lambda: nn.Linear(20, 3), "fit": fit, "accuracy": accuracy}
+    exec(code, {"torch": torch, "gs": gs, "surgery": gs.Surgery(clip), **given})
+    assert capsys.readouterr().out == blocks("text", "docs/trainers.md")[0]
+
+
 def test_every_page_is_in_a_table_of_contents() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
-    assert pages <= {*index.split()}
+    assert pages <= {word.strip("<>") for word in index.split()}  # "Title <page>" too
 
 
 def test_the_landing_page_prints_its_table_and_counts_right(capsys) -> None:

@@ -43,7 +43,7 @@ def effect_table(
 
     A transform with more than `most` sites has one row over all of them, with means and total
     counts, and its sites with the lowest cosine and the norm ratio farthest from 1. Lines below
-    name the largest and the smallest gradients and say that the other sites are `rest`. A line
+    name the largest and the smallest gradients, and `rest` says where the hidden rows are. A line
     names the first site with a gradient that is not finite, if there is one. Columns in which no
     row differs from an unchanged gradient are left out. Names are folded if the table would have
     more than `width` columns.
@@ -81,7 +81,7 @@ def _table(
         for line in _extreme_lines(own, bool(few[name]))
     ]
     if hidden := sum(len(parts[name]) - len(shown) + 1 for name, shown in few.items() if shown):
-        lines.append(f"{hidden} other sites: {rest}")  # `rest` says where to find them
+        lines.append(f"{hidden} more rows: {rest}")  # `rest` says where to find them
     rows = [
         {**row, "fired": _fired(row)} for name, own in parts.items() for row in few[name] or own
     ]

@@ -83,10 +83,10 @@ def test_a_table_of_many_sites_has_those_that_stand_out() -> None:
         "h.18.bias 21.5 (step 18)",
     ]
     assert smallest == "smallest norms: h.0.weight 2, h.0.bias 2, h.1.weight 2"
-    assert rest == "36 other sites: elsewhere"
+    assert rest == "36 more rows: elsewhere"
     assert len(effect_table(rows, most=40).splitlines()) == 2 + 40
     unchanged = [{**row, "changed": 0.0, "cosine": 1.0} for row in rows]
-    assert effect_table(unchanged).splitlines()[-1] == "40 other sites: in effects.jsonl"
+    assert effect_table(unchanged).splitlines()[-1] == "40 more rows: in effects.jsonl"
 
 
 def test_a_table_names_the_first_site_that_is_not_finite() -> None:
