@@ -75,25 +75,25 @@ class Attachment:
         self.rank, self.processes = rank, processes
         self.shadow = shadow  # effects are measured, and no result is used
         self.is_compiled = is_compiled  # whether `attach` was given the result of torch.compile
-        self.start = self.clock.step  # the step at which this block began
-        self.factor = 1.0  # of the losses of `live.backward`
+        self.first_step = self.clock.step  # the step at which this block began
+        self.backward_scale = 1.0  # of the losses of `live.backward`
         self.ledger, self.steps = Ledger(), OptimizerSteps()
         self.leaves = Leaves()  # hooks on inputs that require a gradient, which outlive a graph
         self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
-        self.removed: list[str] = []  # the notes of interventions that were removed
+        self.removed_notes: list[str] = []  # the notes of interventions that were removed
         # Pitfalls that listen, and their methods by moment. Any: each has other arguments.
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
         self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}
-        self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
+        self.before_tick: list[Callable[[], None]] = []  # called before a step is counted
         # Called once, when a pitfall tells after some steps which sites have not acted.
         self.at_first_steps: list[Callable[[], None]] = []
         # Removals of hooks: those of the kind in `watch` now, of each kind, of no kind, and of the
         # hook that checks the places after the first forward.
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
-        self.ended = ExitStack()
+        self.forward_check = ExitStack()
         self.shared = Shared(model)  # the numbers of the calls of modules
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         # Caches, emptied whenever the interventions change: the hook of a place, and the
@@ -136,7 +136,9 @@ class Attachment:
     @property
     def loss_scale(self) -> float:
         """What the losses were multiplied by: the factor of the GradScaler and of `backward`."""
-        return self.factor * (self.scaler.get_scale() if self.scaler and self.is_scaled else 1.0)
+        return self.backward_scale * (
+            self.scaler.get_scale() if self.scaler and self.is_scaled else 1.0
+        )
 
     def warn_once(self, text: str, key: str = "") -> None:
         """Warn the caller outside gradsurg; texts with the same `key` are emitted once."""
@@ -158,7 +160,7 @@ class Attachment:
 
         # Imported above and made here, as most surgeries have a single loss.
         multi_task = MultiTaskBackward(self, self.conflicts)
-        self.at_tick.append(multi_task.after_step)
+        self.before_tick.append(multi_task.after_step)
         self.at_first_steps.append(multi_task.warn_unused)
         return multi_task
 
@@ -167,7 +169,7 @@ class Attachment:
         """Whether `multi_task` was needed."""
         return "multi_task" in vars(self)  # where `cached_property` keeps its value
 
-    def tell_scaler(self) -> None:
+    def warn_unknown_scaler(self) -> None:
         """Warn that a GradScaler is in use that the aggregators do not know."""
         if self.has_multi_task:
             self.multi_task.warn_unknown_scaler()
@@ -234,7 +236,7 @@ class Attachment:
 
     def remove(self, operation: Operation) -> None:
         """Detach an intervention, and drop its states and the sites that saw no gradient."""
-        self.removed += expectations.ending(self, operation)
+        self.removed_notes += expectations.closing_notes(self, operation)
         self._watch([each for each in self.operations if each is not operation])
         self.forget(operation)
 
@@ -281,7 +283,7 @@ class Attachment:
             each.set(each.intervention)
         try:
             for kind in dict.fromkeys(kind for each in waiting for kind in each.kinds):
-                self._watch_kind(kind, self.found(kind))
+                self._watch_kind(kind, self.search_again(kind))
             if self.operations:
                 expectations.check_places(self)
         except BaseException:
@@ -293,7 +295,7 @@ class Attachment:
 
     def tick(self) -> None:
         """Count a step of the optimizer."""
-        for act in [*self.at_tick]:
+        for act in [*self.before_tick]:
             act()
         clock = self.clock
         clock.step += 1
@@ -322,7 +324,7 @@ class Attachment:
         with ExitStack() as stack:  # closes all of them, also if removing one fails
             for each in (
                 *self._stacks.values(),
-                self.ended,
+                self.forward_check,
                 self.leaves,
                 self.shared,
             ):
@@ -336,7 +338,7 @@ class Attachment:
                 stack.callback(operation.close)
         # Hooks on built graphs may hold this object: from here on it holds nothing of the model.
         self._model = self.scaler = None
-        self.at_tick.clear()
+        self.before_tick.clear()
         self.at_first_steps.clear()
         tables = self._stacks, self._met, self._wanted, self.kept, self._pitfalls
         for table in (*tables, *self.listeners.values()):
@@ -347,8 +349,8 @@ class Attachment:
 
     # The door, for kinds of site.
 
-    def wants(self, place: Place) -> list[Operation]:
-        """See `Door.wants`."""
+    def picking_at(self, place: Place) -> list[Operation]:
+        """See `Door.picking_at`."""
         picking = self._wanted.get(place)
         if picking is None:
             with self._lock:
@@ -374,30 +376,32 @@ class Attachment:
         """See `Door.meet`."""
         joint = self._met.get(place)
         if joint is None:
-            if not (picking := self.wants(place)):
+            if not (picking := self.picking_at(place)):
                 return None
             with self._lock:
                 joint = self._met[place] = Joint([each.hook_at(place) for each in picking])
         if value is not None and not value.requires_grad:
-            self.none(place, NO_GRADIENT)  # not cached: the same call may have a gradient next time
+            self.note_no_gradient(
+                place, NO_GRADIENT
+            )  # not cached: the same call may have a gradient next time
             return None
         # The functions that act on this very tensor already, under the site id of another place.
         table = module_hooks.hooks_of(value) if own and value is not None else {}
         if acting := table.values() or acted:
             joint = self._without(acting, joint)
-        return None if joint is None else joint.placed()
+        return None if joint is None else joint.mark_placed()
 
     def meet_shared(self, places: Sequence[Place]) -> Joint | None:
         """See `Door.meet_shared`."""
         first: dict[Operation, SiteHook] = {}
         for place in places:
-            for operation in self.wants(place):
+            for operation in self.picking_at(place):
                 hook = operation.hook_at(place)
                 acting = first.setdefault(operation, hook)
                 if acting is not hook:
                     self.ledger.enter(operation.label, acting.entry.site, [hook.entry.site])
         hooks = [first[each] for each in self.operations if each in first]
-        return Joint(hooks).placed() if hooks else None
+        return Joint(hooks).mark_placed() if hooks else None
 
     def traced(self, kind: Kind, found: Sequence[Named]) -> dict[nn.Module, TracedHook]:
         """See `Door.traced`."""
@@ -421,8 +425,8 @@ class Attachment:
                 self.stack.callback(hook.close)
         return hooks
 
-    def found(self, kind: Kind) -> Sequence[Named]:
-        """See `Door.found`."""
+    def search_again(self, kind: Kind) -> Sequence[Named]:
+        """See `Door.search_again`."""
         kinds = dict.fromkeys(each for operation in self._at(kind) for each in operation.kinds)
         things = {each: each.things(self.model) for each in kinds}
         for operation in self._at(kind):
@@ -430,7 +434,7 @@ class Attachment:
         for table in (self._met, self._wanted):
             for place in [place for place in table if place.kind == kind]:
                 del table[place]
-        return self.near(kind, things[kind])
+        return self.things_near(kind, things[kind])
 
     def meet_all(
         self, places: Sequence[Place], skip: Callable[[], None] | None = None
@@ -443,9 +447,9 @@ class Attachment:
                 own[operation].append(place)
         return [ListHook(each, of_it, skip) for each, of_it in own.items() if of_it]
 
-    def none(self, place: Place, why: str) -> None:
-        """See `Door.none`."""
-        for operation in self.wants(place):
+    def note_no_gradient(self, place: Place, why: str) -> None:
+        """See `Door.note_no_gradient`."""
+        for operation in self.picking_at(place):
             operation.met.add((place.kind, place.names[0]))
             self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
 
@@ -477,7 +481,7 @@ class Attachment:
 
     # The ledger: near names at which no place was met.
 
-    def expect_unmet(self) -> None:
+    def enter_unmet(self) -> None:
         """Enter into the ledger the near names of all interventions at which no place was met."""
         expectations.enter_unmet(self)
 
@@ -552,7 +556,7 @@ class Attachment:
                         operation.observe(model)
             self.operations = operations
             for kind in kinds:
-                self._watch_kind(kind, self.near(kind, things[kind]))
+                self._watch_kind(kind, self.things_near(kind, things[kind]))
         # Last, as the calls must be numbered before, and end after, all hooks of the model.
         if self.shared.threads:
             self.shared.renew()
@@ -573,7 +577,7 @@ class Attachment:
                 for moment in LISTENING[pitfall]:
                     self.listeners[moment].append(getattr(made, moment))
 
-    def near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
+    def things_near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """The modules or parameters among `things` at which a place may be picked."""
         names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
         return [named for named in things if any((kind, name) in names for name in named.names)]

@@ -63,7 +63,7 @@ class Live:
         # Held until it is closed, as the attachment holds the model weakly.
         self._model: nn.Module | None = model
         # Weakly, as the surgery holds this handle: a cycle would wait for the garbage collector.
-        self._release = WeakMethod(surgery.release)
+        self._release = WeakMethod(surgery.take_back)
         self.unentered: list[str] = []
         """The warning of an `attach` that was neither entered by `with` nor closed."""
         self._finalizer = finalize(self, _remove_hooks, attachment, self.unentered)
@@ -72,7 +72,7 @@ class Live:
     @property
     def ledger(self) -> Ledger:
         """The gradients expected, seen and acted on at each site of each intervention."""
-        self.attachment.expect_unmet()
+        self.attachment.enter_unmet()
         return self.attachment.ledger
 
     @property
@@ -204,7 +204,11 @@ class Live:
         self.attachment.tick()
 
     def next_epoch(self) -> None:
-        """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already."""
+        """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already.
+
+        Triggers are asked again, as at the begin of a step: some read the number of the epoch.
+        """
+        self.attachment.check_open()
         if self.clock.epoch_length is not None:
             raise RuntimeError(
                 f"epochs are counted already: steps_per_epoch={self.clock.epoch_length}"
@@ -233,7 +237,7 @@ class Live:
         forward, as Outputs does, or reads the batch. An error leaves nothing attached. Raises
         RuntimeError inside a backward pass, as `remove` and `set` do.
         """
-        attachment = self._idle()
+        attachment = self._changeable_attachment()
         if not isinstance(intervention, Intervention):
             raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
         if intervention.aggregator is not None:
@@ -309,7 +313,7 @@ class Live:
         self._finalizer()
         self._model = None
 
-    def _idle(self) -> Attachment:
+    def _changeable_attachment(self) -> Attachment:
         """The attachment. Raises RuntimeError if it is detached, or a backward pass runs."""
         self.attachment.check_open()
         if autograd.in_backward():
@@ -323,7 +327,7 @@ class Live:
 
         Raises LookupError, with the nearest label, if there is none, ValueError for an aggregator.
         """
-        attachment = self._idle()
+        attachment = self._changeable_attachment()
         for operation in attachment.operations:
             if label in (operation.label, *operation.labels):
                 return operation

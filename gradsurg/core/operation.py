@@ -40,7 +40,9 @@ class Operation:
     is_idle: bool  # whether nothing acts and nothing is counted in this step
     skips_transform: bool  # whether gradients are counted in this step, and none is transformed
     configuration: object  # another object after each change; hooks compare it by `is`
-    fast_path: object  # the configuration if hooks may take their fast path in this step, else None
+    open_configuration: (
+        object  # the configuration if hooks may take their fast path in this step, else None
+    )
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class Operation:
             and not (self.skips_transform or self._needs_context or self.skipped_nodes)
         )
         # `SiteHook` compares this with the configuration for which it has checked a result.
-        self.fast_path = self.configuration if is_open else None
+        self.open_configuration = self.configuration if is_open else None
         self._decided_for = sampling if is_steady else None
 
     def reevaluate(self) -> None:
@@ -305,7 +307,7 @@ class Operation:
         Graphs that were built before keep the functions of the hooks, and by them this object. So
         it lets go of the hooks and of the attachment, and with it of the states and the model.
         """
-        self.is_on, self.is_closed, self.is_idle, self.fast_path = False, True, True, None
+        self.is_on, self.is_closed, self.is_idle, self.open_configuration = False, True, True, None
         self.observers.close()
         for hook in self.hooks.values():
             hook.close()

@@ -36,7 +36,7 @@ NO_STATE: TransformState = {}
 """The state of a transform that has none."""
 
 UNCHECKED = object()
-"""`checked_for` of a hook that was not checked. Not None: that is the `fast_path` of an operation
+"""`checked_configuration` of a hook that was not checked. Not None: that is the `open_configuration` of an operation
 whose hooks may not take theirs, and the two are compared by `is`."""
 
 NO_STEP = -1
@@ -50,13 +50,22 @@ class SiteHook:
     Besides the gradient, a kind of site hands over those arguments that the `Operation` asks for.
 
     The first gradient of each configuration takes the slow path, `run_checked`, which checks the
-    result in full. Later ones take the fast path in `in_order`, as long as `checked_for` is the
-    `fast_path` of the operation: its trigger is then known to fire, and the transform needs the
+    result in full. Later ones take the fast path in `in_order`, as long as `checked_configuration` is the
+    `open_configuration` of the operation: its trigger is then known to fire, and the transform needs the
     gradient alone.
     """
 
     __slots__ = (
-        *("simple", "call", "checked_for", "contexts", "entry", "is_tried", "keys", "operation"),
+        *(
+            "fast_args",
+            "call",
+            "checked_configuration",
+            "contexts",
+            "entry",
+            "drew_nothing",
+            "keys",
+            "operation",
+        ),
         *("shapes", "slots"),
     )
 
@@ -64,8 +73,12 @@ class SiteHook:
         attachment = operation.attachment
         self.operation = operation
         self.entry = attachment.ledger.enter(operation.label, site, aliases)
-        self.checked_for: object = UNCHECKED  # the configuration whose first result passed
-        self.is_tried = False  # whether the links were called, and drew from no global generator
+        self.checked_configuration: object = (
+            UNCHECKED  # the configuration whose first result passed
+        )
+        self.drew_nothing = (
+            False  # whether the links were called, and drew from no global generator
+        )
         # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
         # From here on each list has an entry for each link.
@@ -95,10 +108,10 @@ class SiteHook:
         first, *others = self.operation.links
         is_simple = first.is_trusted and not first.refuses_graph and not others
         # What the fast path needs, in a tuple, as it is unpacked for each gradient.
-        self.simple = None
+        self.fast_args = None
         if is_simple and first.apply is not None:
-            self.simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
-        self.is_tried = False
+            self.fast_args = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
+        self.drew_nothing = False
         self.shapes = [None] * len(self.contexts)
 
     def close(self) -> None:
@@ -117,7 +130,9 @@ class SiteHook:
             for key in keys:
                 states.pop(key, None)
             states |= before
-            self.checked_for = UNCHECKED  # the slow path makes a state that is missing again
+            self.checked_configuration = (
+                UNCHECKED  # the slow path makes a state that is missing again
+            )
             self.shapes = [None] * len(self.contexts)
 
     def forget_steps(self) -> None:
@@ -148,7 +163,7 @@ class SiteHook:
         fires = operation.answer or operation.decide(self.entry.site, grad, value)
         if not self.count(fires) or operation.skips_transform:
             return None
-        if self.checked_for is UNCHECKED:
+        if self.checked_configuration is UNCHECKED:
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
@@ -163,7 +178,7 @@ class SiteHook:
             given = entering if "entering" in operation.asks else ()
             result = self.run_links(grad, value, on_device, True, given, layer)
         if sparse is None:  # sparse gradients are converted each time: no fast path
-            self.checked_for = operation.configuration
+            self.checked_configuration = operation.configuration
         if result is grad or attachment.shadow:
             return None
         if sparse is None:
@@ -186,6 +201,8 @@ class SiteHook:
         result, operation = grad, self.operation
         effects = operation.attachment.effects
         for index, context in enumerate(self.contexts):
+            if operation.is_closed:
+                break  # the user's transform of an earlier link has closed the surgery
             before = result
             # Set for this call alone: a layer holds its module, and gradients hold memory.
             context.entering, context.layer = entering, layer
@@ -193,7 +210,7 @@ class SiteHook:
             context.entering, context.layer = (), None
             if operation.sampling:
                 effects.add(self.slots[index], before, result)
-        self.is_tried = True
+        self.drew_nothing = True
         return result
 
     def apply(
@@ -253,8 +270,8 @@ class SiteHook:
         operation, transform = self.operation, self.operation.links[0].transform
         if (
             not isinstance(transform, Scaling)
-            or self.simple is None
-            or self.checked_for is not operation.fast_path
+            or self.fast_args is None
+            or self.checked_configuration is not operation.open_configuration
             or operation.sampling
             or operation.attachment.shadow
             or autograd.any_autocast()
@@ -311,7 +328,7 @@ class SiteHook:
 
     def watched(self, link: "Facts", device: torch.device) -> AbstractContextManager[None]:
         """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
-        if link.is_trusted or self.is_tried:
+        if link.is_trusted or self.drew_nothing:
             return nullcontext()
         return random_state.untouched(
             f"{link.label}: {link.transform!r}",
@@ -321,8 +338,11 @@ class SiteHook:
         )
 
     def where(self, index: int) -> str:
-        step = self.operation.attachment.clock.step
-        label = self.operation.links[index].label
+        """Say which link acted, for the note of an error.
+
+        The step is that of the context, as a transform may have closed the surgery.
+        """
+        label, step = self.operation.links[index].label, self.contexts[index].step
         return f"while {label} acted at site '{self.entry.site}', step {step}"
 
 
@@ -340,7 +360,7 @@ class Joint:
         self.asks: frozenset[Ask] = first.operation.asks.union(*(o.operation.asks for o in others))
         self.call: SiteFn = in_order(self.hooks) if others else first.call
 
-    def placed(self) -> "Joint":
+    def mark_placed(self) -> "Joint":
         """Note that PyTorch has these hooks; return them."""
         for hook in self.hooks:
             operation, entry = hook.operation, hook.entry
@@ -409,16 +429,16 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
         result, is_plain = grad, grad.layout is STRIDED and not any_autocast()
         for hook in hooks:
             operation = hook.operation
-            if not is_plain or hook.checked_for is not operation.fast_path:
+            if not is_plain or hook.checked_configuration is not operation.open_configuration:
                 changed = hook.run_checked(result, value, entering, layer)
                 result = result if changed is None else changed
                 continue
             hook.entry.fired += 1
-            if hook.simple is None:  # several links, a state, or a user's transform
+            if hook.fast_args is None:  # several links, a state, or a user's transform
                 changed = hook.run_links(result, value, None, full_check=False)
             else:
                 # `SiteHook.apply` without the steps that a trusted, stateless transform needs not.
-                apply, context, slot, keeps_shape = hook.simple
+                apply, context, slot, keeps_shape = hook.fast_args
                 if context.step != clock.step:
                     context.step, context.call = clock.step, 0
                 else:

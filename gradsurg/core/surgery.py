@@ -211,7 +211,7 @@ class Surgery:
         _check_count("effects_every", effects_every, 0)
         _check_count("conflict_every", conflict_every, 1)
         if not isinstance(model, nn.Module):
-            raise TypeError(_about_model(model))
+            raise TypeError(_model_error(model))
         is_distributed = distributed.is_available() and distributed.is_initialized()
         processes = distributed.get_world_size() if is_distributed else 1
         items, outer, model = self._interventions, model, inner_model(model)
@@ -222,7 +222,7 @@ class Surgery:
             Effects(effects_every),
             self._clock,
             self._states,
-            seed=self.seed if processes == 1 or shadow else self._shared_seed(),
+            seed=self.seed if processes == 1 or shadow else self._seed_of_processes(),
             rank=distributed.get_rank() if processes > 1 else 0,
             processes=processes,
             conflict_every=conflict_every,
@@ -241,7 +241,7 @@ class Surgery:
             undo.pop_all()
         return live
 
-    def _shared_seed(self) -> int:
+    def _seed_of_processes(self) -> int:
         """The seed of this process, or that of process 0 if all must draw the same numbers.
 
         They must if an aggregator, or a transform or a trigger at gradients that DDP has averaged,
@@ -282,7 +282,7 @@ class Surgery:
             "epoch": self._clock.counted_epochs,
             "backwards": self._clock.backwards,
             "flags": dict(self._clock.flags),
-            "transforms": self._names(),
+            "transforms": self._signature(),
             "states": {key: dict(state) for key, state in self._states.items()},
         }
 
@@ -291,9 +291,9 @@ class Surgery:
 
         Raises ValueError if the transforms or the selectors differ.
         """
-        if state.get("transforms") != self._names():
+        if state.get("transforms") != self._signature():
             raise ValueError(
-                f"this state is of {state.get('transforms')}, the surgery is {self._names()}"
+                f"this state is of {state.get('transforms')}, the surgery is {self._signature()}"
             )
         step, states = state.get("step"), state.get("states")
         epoch, flags = state.get("epoch", 0), state.get("flags", {})
@@ -314,10 +314,10 @@ class Surgery:
         if self._live is not None:
             self._live.attachment.load_states()
 
-    def _names(self) -> list[str]:
+    def _signature(self) -> list[str]:
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
 
-    def release(self, live: Live) -> None:
+    def take_back(self, live: Live) -> None:
         """Take over the interventions of a handle that is closed."""
         if self._live is live:
             self._interventions = live.interventions
@@ -340,7 +340,7 @@ def _check_count(name: str, number: object, least: int) -> None:
         raise ValueError(f"{name}: must be a whole number >= {least}, found {number!r}")
 
 
-def _about_model(model: object) -> str:
+def _model_error(model: object) -> str:
     """The error for a class, an optimizer, or another object in the place of a model."""
     text, hint = (
         repr(model),

@@ -575,7 +575,7 @@ class Door(Protocol):
         """The model whose places are hooked."""
         ...
 
-    def wants(self, place: Place) -> Sequence[object]:
+    def picking_at(self, place: Place) -> Sequence[object]:
         """Return the interventions that pick a place, or part of it: its `item` may be open."""
         ...
 
@@ -602,7 +602,7 @@ class Door(Protocol):
         """
         ...
 
-    def found(self, kind: Kind) -> Sequence[Named]:
+    def search_again(self, kind: Kind) -> Sequence[Named]:
         """Return the modules or parameters that `watch` gets, as the model is now."""
         ...
 
@@ -623,7 +623,7 @@ class Door(Protocol):
         """
         ...
 
-    def none(self, place: Place, why: str) -> None:
+    def note_no_gradient(self, place: Place, why: str) -> None:
         """Note why no gradient will pass at a place, if an intervention has picked it."""
 
     def note(self, kind: Kind, text: str) -> None:
