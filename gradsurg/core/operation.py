@@ -16,7 +16,7 @@ from gradsurg.sites.places import AVERAGED, Kind, Memory, Near, Place, Stage
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Decision, TriggerContext
+from gradsurg.triggers.base import WHEN, Decision, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 from gradsurg.triggers.steps import Steps
 
@@ -105,6 +105,10 @@ class Operation:
             hook.renew()
         self.begin_step()
 
+    def invalidate(self) -> None:
+        """Decide and check anew: something outside the intervention, as its state, has changed."""
+        self.set(self.intervention)
+
     # What the trigger says.
 
     def begin_step(self) -> None:
@@ -154,7 +158,7 @@ class Operation:
 
     def decide(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
         """Evaluate the trigger at one gradient."""
-        attachment, key = self.attachment, f"{self.label}/{site}/when"
+        attachment, key = self.attachment, f"{self.label}/{site}{WHEN}"
         if (self._shared_observations or self._shared_flags) and distributed.is_initialized():
             self._share(site)
         context = TriggerContext(attachment.clock, attachment.seed, self.label, site, grad, value)
@@ -235,7 +239,7 @@ class Operation:
             if link.init(torch.zeros(1)):  # the state of any gradient shows whether there is one
                 return repr(link)
         # The state of a trigger is made when it is first evaluated.
-        keys = [key for key in self.attachment.states if key.endswith("/when")]
+        keys = [key for key in self.attachment.states if key.endswith(WHEN)]
         has_state = any(key.partition("/")[0] == self.label for key in keys)
         return repr(self.trigger) if has_state else ""
 

@@ -57,13 +57,12 @@ class Cell(NamedTuple):
 class AttachmentLike(Protocol):
     """An `Attachment`, as a pitfall sees it; its `steps` are `OptimizerSteps`.
 
-    `first_step` is the step at which it was attached. `is_compiled` says that the compiled form of the
-    model was, `scaler` is the GradScaler that was given to `attach`. `params_of` a model,
-    with their names and owners, are read once for all that attach or close.
-    `at_first_steps` are called when the first steps have ended. `enter_unmet` enters into the
-    ledger the names at which no site was met, `tell` lets the pitfalls know of a moment,
-    `warn_unknown_scaler` the aggregators of a scaler that was found, and `warn_once` warns at once, and
-    once for each `key`.
+    `first_step` is the step at which it was attached. `is_compiled` says that the compiled form of
+    the model was, `scaler` is the GradScaler that was given to `attach`. `params_of` a model, with
+    their names and owners, are read once for all that attach or close. `at_first_steps` are called
+    when the first steps have ended. `enter_unmet` enters into the ledger the names at which no site
+    was met, `tell` lets the pitfalls know of a moment, `warn_unknown_scaler` lets the aggregators
+    warn of a scaler that was found, and `warn_once` warns at once, and once for each `key`.
     """
 
     clock: Clock
