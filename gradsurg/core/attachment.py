@@ -288,7 +288,7 @@ class Attachment:
         for each in self.operations:
             # As at attach: `sites.grads` raises for a parameter that no optimizer holds.
             each.is_new = each in at_step
-            each.invalidate()  # what was checked, and the step, were of another optimizer
+            each.invalidate()  # checks were made with other optimizers
         try:
             for kind in dict.fromkeys(kind for each in at_step for kind in each.kinds):
                 self._watch_kind(kind, self.search_again(kind))
