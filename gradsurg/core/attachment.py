@@ -30,7 +30,7 @@ from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import module_hooks
 from gradsurg.transforms.base import TransformState
-from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
+from gradsurg.triggers.base import WHEN, Clock, TensorTrigger, Trigger
 
 if TYPE_CHECKING:
     from gradsurg.multitask.backward import MultiTaskBackward
@@ -45,9 +45,12 @@ class Attachment:
     PyTorch's hooks hold this object, which holds the model weakly: the handle of the user can be
     dropped, and so can the model. The attachment and its hooks refer to one another until `close`.
 
-    It is the `Door` of all kinds of site. If several interventions act at one place, PyTorch has
-    one hook there, which calls theirs in order. `rank` is the number of this process among
-    `processes`, and 0 of 1 without torch.distributed.
+    It is the `Door` of `sites.places`: by its methods a `Kind` asks which hook acts at a place.
+    PyTorch gets one hook there, a `Joint`, which calls the `SiteHook` of each intervention in
+    order. Names are near if a selector may pick places there. A place is picked if an intervention
+    acts there, met once that has a `SiteHook` for it, and placed once PyTorch holds the hook.
+
+    `rank` is the number of this process among `processes`, and 0 of 1 without torch.distributed.
     """
 
     params_of = staticmethod(params_of)  # for pitfalls, which are on a floor below
@@ -69,37 +72,38 @@ class Attachment:
     ) -> None:
         self._model: ref[nn.Module] | None = ref(model)  # None once the surgery is detached
         self.effects, self.clock = effects, clock or Clock()
-        # By `label/site`, `label/group` and `label/site/when`; the surgery has the same dict.
+        # By `label/site` of a link, `label/group` of a link that is a group transform, and, of the
+        # trigger, `label/site/when` with the label of the intervention. The surgery has the same
+        # dict, which is changed in place only.
         self.states = {} if states is None else states
         self.seed, self.conflict_every, self.scaler = seed, conflict_every, scaler
         self.rank, self.processes = rank, processes
         self.shadow = shadow  # effects are measured, and no result is used
         self.is_compiled = is_compiled  # whether `attach` was given the result of torch.compile
-        self.start = self.clock.step  # the step at which this block began
-        self.factor = 1.0  # of the losses of `live.backward`
+        self.first_step = self.clock.step  # the step at which this block began
+        self.backward_scale = 1.0  # the `scale` of the latest `live.backward`
         self.ledger, self.steps = Ledger(), OptimizerSteps()
         self.leaves = Leaves()  # hooks on inputs that require a gradient, which outlive a graph
         self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
-        self.removed: list[str] = []  # the notes of interventions that were removed
-        # Pitfalls that listen, and their methods by moment. Any: each has other arguments.
+        self.removed_notes: list[str] = []  # the notes of interventions that were removed
+        # The pitfalls that were made for this attachment, and, by moment (the name of a method of
+        # `Pitfall`), their methods that `tell` calls. Any: each has other arguments.
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
         self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}
-        self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
-        # Called once, when a pitfall tells after some steps which sites have not acted.
+        self.before_tick: list[Callable[[], None]] = []  # called before a step is counted
+        # Called once by the pitfall `StepHooks`, after the first steps.
         self.at_first_steps: list[Callable[[], None]] = []
-        # Removals of hooks: those of the kind in `watch` now, of each kind, of no kind, and of the
-        # hook that checks the places after the first forward.
-        self.stack = ExitStack()
-        self._stacks: dict[Kind, ExitStack] = {}
-        self.ended = ExitStack()
+        self._stacks: dict[Kind, ExitStack] = {}  # the removals of the hooks of each kind
+        self.stack = ExitStack()  # that of the kind whose `watch` runs now
+        self.forward_check = ExitStack()  # the removal of the hook of `expectations.check_places`
         self.shared = Shared(model)  # the numbers of the calls of modules
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
-        # Caches, emptied whenever the interventions change: the hook of a place, and the
-        # interventions that pick it. Two threads may meet a place for the first time.
-        self._met: dict[Place, Joint] = {}
-        self._wanted: dict[Place, list[Operation]] = {}
+        # The caches of `meet` and `picking_at`, emptied whenever the interventions change.
+        self._joints: dict[Place, Joint] = {}
+        self._picking: dict[Place, list[Operation]] = {}
+        # Two threads may meet a place for the first time: a site gets one `SiteHook` only.
         self._lock = RLock()
         effects.begin(self.clock.step)
 
@@ -135,8 +139,9 @@ class Attachment:
 
     @property
     def loss_scale(self) -> float:
-        """What the losses were multiplied by: the factor of the GradScaler and of `backward`."""
-        return self.factor * (self.scaler.get_scale() if self.scaler and self.is_scaled else 1.0)
+        """What the losses were multiplied by: the scale of the GradScaler and of `backward`."""
+        scaler = self.scaler if self.is_scaled else None
+        return self.backward_scale * (1.0 if scaler is None else scaler.get_scale())
 
     def warn_once(self, text: str, key: str = "") -> None:
         """Warn the caller outside gradsurg; texts with the same `key` are emitted once."""
@@ -153,12 +158,12 @@ class Attachment:
 
     @cached_property
     def multi_task(self) -> "MultiTaskBackward":
-        """The aggregators, and the backward passes of several losses; made when it is needed."""
+        """The aggregators, and the backward passes of several losses."""
+        # Imported and made at first use, as most surgeries have a single loss.
         from gradsurg.multitask.backward import MultiTaskBackward
 
-        # Imported above and made here, as most surgeries have a single loss.
         multi_task = MultiTaskBackward(self, self.conflicts)
-        self.at_tick.append(multi_task.after_step)
+        self.before_tick.append(multi_task.after_step)
         self.at_first_steps.append(multi_task.warn_unused)
         return multi_task
 
@@ -167,7 +172,7 @@ class Attachment:
         """Whether `multi_task` was needed."""
         return "multi_task" in vars(self)  # where `cached_property` keeps its value
 
-    def tell_scaler(self) -> None:
+    def warn_unknown_scaler(self) -> None:
         """Warn that a GradScaler is in use that the aggregators do not know."""
         if self.has_multi_task:
             self.multi_task.warn_unknown_scaler()
@@ -197,6 +202,7 @@ class Attachment:
     def add(self, *interventions: Intervention) -> None:
         """Attach interventions, all or none of them; aggregators only when the block begins.
 
+        After an error aggregators stay entered: `Surgery.start` then closes the whole attachment.
         Raises LookupError, listing the names, if a selector picks nothing; after the first forward
         if places are known only then.
         """
@@ -204,23 +210,25 @@ class Attachment:
         aggregators: list[str] = []
         for intervention in interventions:
             combines = intervention.aggregator is not None
+            # `combines` first: the fields that are asked next follow from a transform.
             if combines or self.scaler is not None or intervention.is_checked_at_attach:
                 self.check(intervention, operations)
             labels.append(labels_of(intervention, labels))
             if combines:
-                # Before hooks are made: beside an aggregator none may be in a compiled graph.
+                # Before `_watch`, as `traced` reads it: beside an aggregator none is compiled.
                 self.aggregators[labels[-1][0]] = intervention
                 aggregators += labels[-1]
                 continue
             operations.append(operation := Operation(self, intervention, labels[-1]))
             if intervention.changed_tensors != "gradients":
                 self.effects.others[operation.label] = intervention.changed_tensors
+        # `ForTask` needs a backward for each task: graphs compiled from now on must allow several.
         if any(each.named_tasks for each in operations):
             self.multi_task.keep_buffers()
         before = self.operations
         try:
             self._watch(operations)
-            # Last: the hooks of an aggregator must see the aliases that ours may return.
+            # Last: forward hooks of an aggregator must see the aliases that those of sites return.
             for label in aggregators:
                 self.multi_task.add(label, self.aggregators[label])
                 self.begin_flags(self.aggregators[label])
@@ -229,17 +237,17 @@ class Attachment:
             for each in operations:
                 if each not in before:
                     self.forget(each)
-                    each.close()
+                    each.close()  # again: `_watch` may have failed before it knew them
             raise
 
     def remove(self, operation: Operation) -> None:
-        """Detach an intervention, and drop its states and the sites that saw no gradient."""
-        self.removed += expectations.ending(self, operation)
+        """Detach an intervention, keep its closing notes, and forget the rest."""
+        self.removed_notes += expectations.closing_notes(self, operation)
         self._watch([each for each in self.operations if each is not operation])
         self.forget(operation)
 
     def forget(self, operation: Operation) -> None:
-        """Drop the states, the empty sites and the observations of an intervention."""
+        """Drop the states, the ledger entries without a gradient and the observations."""
         for key in [*self.states]:
             if key.partition("/")[0] in (operation.label, *operation.labels):
                 del self.states[key]
@@ -257,16 +265,17 @@ class Attachment:
         if intervention.when is not trigger:
             prefix = f"{operation.label}/"
             for key in [key for key in self.states if key.startswith(prefix)]:
-                if key.endswith("/when"):
+                if key.endswith(WHEN):
                     del self.states[key]
-        observed_modules(intervention.forward_triggers, self.model)  # for its error, before changes
+        observed_modules(intervention.forward_triggers, self.model)  # raises before any change
         if intervention.operator != operation.intervention.operator:
-            # The key of a pitfall's warning, which may be true of the new transform again.
+            # The key of a warning of `pitfalls/accumulation.py`: it may be true of the new one.
             self.warned.discard(f"{operation.label} acts on parts")
         operation.set(intervention)
         if intervention.when is not trigger:
             operation.observe(self.model)
             self._drop_observations(trigger)
+        # Again: joints and compiled code hold what the old transform asked for.
         self._watch(self.operations)
 
     def bind(
@@ -275,25 +284,25 @@ class Attachment:
         """Use these optimizers from now on, in the place of earlier ones; states are kept."""
         # Weakly: the hooks of an optimizer, which may outlive the surgery, hold the function.
         self.steps.bind(optimizer, clock, WeakMethod(self.tick))
-        waiting = [each for each in self.operations if each.stage == "step"]
+        at_step = [each for each in self.operations if each.stage == "step"]
         for each in self.operations:
-            each.is_new = each in waiting  # a parameter that no optimizer holds is an error again
-            each.set(each.intervention)
+            # As at attach: `sites.grads` raises for a parameter that no optimizer holds.
+            each.is_new = each in at_step
+            each.invalidate()  # checks were made with other optimizers
         try:
-            for kind in dict.fromkeys(kind for each in waiting for kind in each.kinds):
-                self._watch_kind(kind, self.found(kind))
-            if self.operations:
-                expectations.check_places(self)
+            for kind in dict.fromkeys(kind for each in at_step for kind in each.kinds):
+                self._watch_kind(kind, self.search_again(kind))
+            expectations.check_places(self)
         except BaseException:
             self.steps.close()
             raise
         finally:
-            for each in waiting:
+            for each in at_step:
                 each.is_new = False
 
     def tick(self) -> None:
         """Count a step of the optimizer."""
-        for act in [*self.at_tick]:
+        for act in [*self.before_tick]:
             act()
         clock = self.clock
         clock.step += 1
@@ -301,17 +310,17 @@ class Attachment:
         clock.error, clock.batch = None, {}
         self.effects.begin(clock.step)
         self.tell("step_ended")
-        # A function called at a tick may have closed the surgery: then operations are closed too.
-        for operation in self.operations if self._model is not None else ():
+        # A function that was called above may have closed the surgery, and with it the operations.
+        for operation in self.operations if self.is_open else ():
             operation.begin_step()
             if operation.examples is not None:
                 operation.examples.end_step()  # frees the gradients of single examples
 
     def load_states(self) -> None:
-        """Use the states and the step that were loaded into `states` and `clock`."""
+        """Act by the states and the step that the surgery has loaded into `states` and `clock`."""
         self.effects.begin(self.clock.step)
         for operation in self.operations:
-            operation.set(operation.intervention)  # decisions and checks were of the old state
+            operation.invalidate()  # decisions and checks were of the old state
             for hook in operation.hooks.values():
                 hook.forget_steps()
 
@@ -319,10 +328,11 @@ class Attachment:
         """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
         if self._model is None:
             return
-        with ExitStack() as stack:  # closes all of them, also if removing one fails
+        # Closes all, also if removing one fails, and the last first: operations before hooks.
+        with ExitStack() as stack:
             for each in (
                 *self._stacks.values(),
-                self.ended,
+                self.forward_check,
                 self.leaves,
                 self.shared,
             ):
@@ -331,14 +341,15 @@ class Attachment:
             for pitfall in self._pitfalls.values():
                 stack.callback(pitfall.stack.close)
             if self.has_multi_task:
+                # Popped, so that `has_multi_task` is False from here on.
                 stack.callback(vars(self).pop("multi_task").close)
             for operation in self.operations:
                 stack.callback(operation.close)
-        # Hooks on built graphs may hold this object: from here on it holds nothing of the model.
+        # Built graphs may keep this object alive: drop all that leads to the model or to tensors.
         self._model = self.scaler = None
-        self.at_tick.clear()
+        self.before_tick.clear()
         self.at_first_steps.clear()
-        tables = self._stacks, self._met, self._wanted, self.kept, self._pitfalls
+        tables = self._stacks, self._joints, self._picking, self.kept, self._pitfalls
         for table in (*tables, *self.listeners.values()):
             table.clear()
         self.clock.observations.clear()
@@ -347,9 +358,9 @@ class Attachment:
 
     # The door, for kinds of site.
 
-    def wants(self, place: Place) -> list[Operation]:
-        """See `Door.wants`."""
-        picking = self._wanted.get(place)
+    def picking_at(self, place: Place) -> list[Operation]:
+        """Return the interventions that pick a place: see `Door.picking_at`."""
+        picking = self._picking.get(place)
         if picking is None:
             with self._lock:
                 picking = []
@@ -361,7 +372,7 @@ class Attachment:
                         picking.append(operation)
                     else:
                         operation.memory.rejected[place] = None
-                self._wanted[place] = picking
+                self._picking[place] = picking
         return picking  # empty for a place that no intervention picks
 
     def meet(
@@ -371,42 +382,42 @@ class Attachment:
         own: bool = False,
         acted: Sequence[SiteFn] = (),
     ) -> Joint | None:
-        """See `Door.meet`."""
-        joint = self._met.get(place)
+        """Return the hook of a place, None if no intervention acts there: see `Door.meet`."""
+        joint = self._joints.get(place)
         if joint is None:
-            if not (picking := self.wants(place)):
+            if not (picking := self.picking_at(place)):
                 return None
             with self._lock:
-                joint = self._met[place] = Joint([each.hook_at(place) for each in picking])
+                joint = self._joints[place] = Joint([each.hook_at(place) for each in picking])
         if value is not None and not value.requires_grad:
-            self.none(place, NO_GRADIENT)  # not cached: the same call may have a gradient next time
-            return None
+            self.note_no_gradient(place, NO_GRADIENT)
+            return None  # not cached: the next call may have a gradient
         # The functions that act on this very tensor already, under the site id of another place.
         table = module_hooks.hooks_of(value) if own and value is not None else {}
         if acting := table.values() or acted:
             joint = self._without(acting, joint)
-        return None if joint is None else joint.placed()
+        return None if joint is None else joint.mark_placed()
 
     def meet_shared(self, places: Sequence[Place]) -> Joint | None:
-        """See `Door.meet_shared`."""
+        """Return the hook of one gradient at several places: see `Door.meet_shared`."""
         first: dict[Operation, SiteHook] = {}
         for place in places:
-            for operation in self.wants(place):
+            for operation in self.picking_at(place):
                 hook = operation.hook_at(place)
-                acting = first.setdefault(operation, hook)
+                acting = first.setdefault(operation, hook)  # at the first place that it picks
                 if acting is not hook:
                     self.ledger.enter(operation.label, acting.entry.site, [hook.entry.site])
         hooks = [first[each] for each in self.operations if each in first]
-        return Joint(hooks).placed() if hooks else None
+        return Joint(hooks).mark_placed() if hooks else None
 
     def traced(self, kind: Kind, found: Sequence[Named]) -> dict[nn.Module, TracedHook]:
-        """See `Door.traced`."""
+        """Return the hooks that compiled code may hold, by module: see `Door.traced`."""
         operations, hooks = self._at(kind), dict[nn.Module, TracedHook]()
         # Compiled code neither measures nor counts, and the passes of aggregators pause hooks.
         if self.effects.every or self.shadow or self.aggregators:
             return hooks
-        # A container returns the tensor of its last child: one place, at which one hook must act.
-        # In eager code PyTorch's table of a tensor's hooks shows it; Dynamo does not trace that.
+        # A container may return the tensor of a child: one place, at which one hook must act. In
+        # eager code PyTorch's table of a tensor's hooks shows it; Dynamo does not trace that.
         holds_others = any(next(named.owners[0].children(), None) is not None for named in found)
         if holds_others or any(why_it_breaks(each.intervention) for each in operations):
             return hooks
@@ -421,55 +432,57 @@ class Attachment:
                 self.stack.callback(hook.close)
         return hooks
 
-    def found(self, kind: Kind) -> Sequence[Named]:
-        """See `Door.found`."""
+    def search_again(self, kind: Kind) -> Sequence[Named]:
+        """Return the things of a kind as the model is now: see `Door.search_again`."""
+        # An operation searches all its kinds at once, so the things of its other leaves count too.
         kinds = dict.fromkeys(each for operation in self._at(kind) for each in operation.kinds)
         things = {each: each.things(self.model) for each in kinds}
         for operation in self._at(kind):
             operation.near = operation.at.search(things, operation.memory)
-        for table in (self._met, self._wanted):
+        for table in (self._joints, self._picking):
             for place in [place for place in table if place.kind == kind]:
                 del table[place]
-        return self.near(kind, things[kind])
+        return self.things_near(kind, things[kind])
 
     def meet_all(
         self, places: Sequence[Place], skip: Callable[[], None] | None = None
     ) -> list[ListHook]:
-        """See `Door.meet_all`."""
+        """Return a hook for each intervention at these places: see `Door.meet_all`."""
         own: dict[Operation, list[Place]] = {each: [] for each in self.operations}
         for place in places:
-            self.meet(place)
-            for operation in self._wanted[place]:
+            self.meet(place)  # marks the hooks as placed
+            for operation in self.picking_at(place):
                 own[operation].append(place)
         return [ListHook(each, of_it, skip) for each, of_it in own.items() if of_it]
 
-    def none(self, place: Place, why: str) -> None:
-        """See `Door.none`."""
-        for operation in self.wants(place):
+    def note_no_gradient(self, place: Place, why: str) -> None:
+        """Note why no gradient will pass at a place: see `Door.note_no_gradient`."""
+        for operation in self.picking_at(place):
             operation.met.add((place.kind, place.names[0]))
             self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
 
     def note(self, kind: Kind, text: str) -> None:
-        """See `Door.note`."""
+        """Record a warning about the interventions at a kind: see `Door.note`."""
         for operation in self._at(kind):
             operation.note(text)
 
     def at_end(self, kind: Kind, check: Callable[[], str]) -> None:
-        """See `Door.at_end`."""
+        """Have `check` called when the surgery ends: see `Door.at_end`."""
         for operation in self._at(kind):
             operation.end_checks.append(check)
+            # A kind that watches anew adds its check again.
             self.stack.callback(operation.end_checks.remove, check)
 
     @contextmanager
     def on_shards(
         self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
     ) -> Iterator[None]:
-        """See `Door.on_shards`."""
+        """In the block the hooks get parts of gradients: see `Door.on_shards`."""
         with of_shards(group), self.effects.of_shards(group, sizes):
             yield
 
     def refuse(self, context: str, kind: Kind, site: str = "", **found: object) -> NoReturn:
-        """See `Door.refuse`."""
+        """Raise the error for a kind in a context: see `Door.refuse`."""
         operation = self._at(kind)[0]
         stage: Stage = operation.stage
         leaf = next(leaf for leaf in operation.leaves if leaf.kind_at(stage) == kind)
@@ -477,7 +490,7 @@ class Attachment:
 
     # The ledger: near names at which no place was met.
 
-    def expect_unmet(self) -> None:
+    def enter_unmet(self) -> None:
         """Enter into the ledger the near names of all interventions at which no place was met."""
         expectations.enter_unmet(self)
 
@@ -494,7 +507,7 @@ class Attachment:
         of hooks that are left out as other names of one place. A tensor that was changed in place
         is not such a case: PyTorch has dropped its hooks, as its gradient is another one.
         """
-        # With a value the function is wrapped in a `partial`; other libraries' have no `hooks`.
+        # Ours have `hooks`, set by `in_order`, inside a `partial` if a value was bound to them.
         plain = (getattr(function, "func", function) for function in acted)
         acting = {hook.operation: hook for own in plain for hook in getattr(own, "hooks", ())}
         for hook in joint.hooks:
@@ -514,6 +527,7 @@ class Attachment:
         if not intervention.flags:
             return
         items = [*(each.intervention for each in others), *self.aggregators.values()]
+        # Those of one name agree, as each was checked here.
         first = {flag.flag: flag.on for item in items for flag in item.flags}
         for flag in intervention.flags:
             if first.setdefault(flag.flag, flag.on) != flag.on:
@@ -532,16 +546,16 @@ class Attachment:
                 self.clock.observations.pop(part, None)
 
     def _watch(self, operations: list[Operation]) -> None:
-        """Register the hooks for these interventions, in the place of those for the present."""
+        """Replace the hooks of `self.operations` by those of `operations`, which it becomes."""
         model = self.model
         for gone in {*self.operations} - {*operations}:
             gone.close()  # graphs built earlier keep calling its hooks: they must do nothing
-        # Those of interventions that go are watched again too: without them, or not at all.
+        # Kinds of removed interventions too: they are hooked again without them, or not at all.
         kinds = dict.fromkeys(
             kind for each in (*self.operations, *operations) for kind in each.kinds
         )
-        self._met.clear()
-        self._wanted.clear()
+        self._joints.clear()
+        self._picking.clear()
         with one_scan(model):
             things = {kind: kind.things(model) for kind in kinds}
             for operation in operations:
@@ -552,8 +566,8 @@ class Attachment:
                         operation.observe(model)
             self.operations = operations
             for kind in kinds:
-                self._watch_kind(kind, self.near(kind, things[kind]))
-        # Last, as the calls must be numbered before, and end after, all hooks of the model.
+                self._watch_kind(kind, self.things_near(kind, things[kind]))
+        # Last: `renew` puts its hooks around all that are registered so far, first and last.
         if self.shared.threads:
             self.shared.renew()
         expectations.check_places(self)
@@ -573,7 +587,7 @@ class Attachment:
                 for moment in LISTENING[pitfall]:
                     self.listeners[moment].append(getattr(made, moment))
 
-    def near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
+    def things_near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """The modules or parameters among `things` at which a place may be picked."""
         names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
         return [named for named in things if any((kind, name) in names for name in named.names)]

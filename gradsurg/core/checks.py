@@ -107,7 +107,7 @@ def check_state_fits(hook: "SiteHook", index: int, grad: Tensor, state: Transfor
 
 def result_error(hook: "SiteHook", index: int, grad: Tensor, result: object) -> TypeError:
     """The error for a result of another type, shape, dtype, device or layout."""
-    link, step = hook.operation.links[index], hook.operation.attachment.clock.step
+    link, step = hook.operation.links[index], hook.contexts[index].step
     return TypeError(
         f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
         f"'{hook.entry.site}', step {step}, the gradient is {_described(grad)}, found "

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def check_places(attachment: "Attachment") -> None:
     """Check the places that are known now, and have the first forward check the others."""
-    attachment.ended.close()
+    attachment.forward_check.close()
     waiting: list[Operation] = []
     for operation in attachment.operations:
         if operation.stage == "step" and not attachment.steps.optimizers:
@@ -50,7 +50,7 @@ def check_places(attachment: "Attachment") -> None:
             _check_after_forward(attachment, checked, output)
 
     handle = attachment.model.register_forward_hook(attachment.shared.untraced(ended))
-    attachment.ended.callback(handle.remove)
+    attachment.forward_check.callback(handle.remove)
 
 
 def _check_after_forward(
@@ -102,7 +102,7 @@ def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
     """Note in the ledger the hooks of others at the places of an intervention."""
     entries = attachment.ledger.of(operation.label)
     for kind in operation.kinds:
-        for names, thing, _ in attachment.near(kind, kind.things(attachment.model)):
+        for names, thing, _ in attachment.things_near(kind, kind.things(attachment.model)):
             tables = call_tables(thing) if isinstance(thing, nn.Module) else tensor_tables(thing)
             if kind.reaches_new:  # by hooks for all modules of the process
                 tables = (*tables, *module_hooks.global_hooks())
@@ -119,14 +119,14 @@ def end_warnings(attachment: "Attachment") -> Iterator[str]:
         return  # nothing acts and nothing is measured
     for listener in attachment.listeners["closed"]:
         yield from (text for text in listener(attachment) or () if text not in attachment.warned)
-    yield from attachment.removed
+    yield from attachment.removed_notes
     if attachment.has_multi_task:
         yield from attachment.multi_task.closing_warnings()
     for operation in attachment.operations:
-        yield from ending(attachment, operation)
+        yield from closing_notes(attachment, operation)
 
 
-def ending(attachment: "Attachment", operation: Operation) -> list[str]:
+def closing_notes(attachment: "Attachment", operation: Operation) -> list[str]:
     """Return the notes of an intervention that ends."""
     for check in [*operation.end_checks]:
         if text := check():

@@ -12,6 +12,7 @@ from gradsurg.core.checks import check_dense, check_result
 from gradsurg.core.intervention import Facts
 from gradsurg.core.operation import Operation
 from gradsurg.core.site_hook import SiteHook, without_autocast, without_graph
+from gradsurg.effects.effects import Effects
 from gradsurg.sites.places import Ask, ListedFn, Place, ReadTensor
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
@@ -116,6 +117,7 @@ class ListHook:
             fires,
             [self.values[index] if self.values else _no_tensor for index in acting],
             [self.gradients[index] for index in acting] if self.gradients else (),
+            attachment.effects,
         )
         # Results are computed one by one, so that only one is held besides the gradients. Those of
         # a user are all computed first, so that a wrong one is found before a gradient is written.
@@ -128,7 +130,7 @@ class ListHook:
         if not self._is_checked:  # the results of a user's transform are all there
             self._is_checked = True
             for hook in hooks:
-                hook.is_tried = True
+                hook.drew_nothing = True
         if attachment.shadow:
             return grads
         if skips and self._skip is not None:
@@ -162,6 +164,8 @@ class ListHook:
             transform = link.transform
             if isinstance(transform, GroupTransform) and transform.scope == "group":
                 befores = results if isinstance(results, list) else list(results)
+                if self.operation.is_closed:
+                    return befores, False
                 results, skips = self._together(index, link, transform, rows, befores)
                 if skips:
                     return results, True
@@ -171,13 +175,16 @@ class ListHook:
 
     def _each(self, index: int, rows: "_Rows", grads: Iterable[Tensor]) -> Iterator[Tensor]:
         """Apply a link that takes one gradient, one after the other."""
-        operation, effects = self.operation, self.operation.attachment.effects
+        operation = self.operation
         given = zip(rows.hooks, grads, rows.fires, rows.values, strict=True)
         for hook, grad, fired, read in given:
+            if operation.is_closed:  # the user's transform has closed the surgery
+                yield grad
+                continue
             on_device = fired if isinstance(fired, Tensor) else None
             result = hook.apply(index, grad, read(), on_device, full_check=True)
             if operation.sampling:
-                effects.add(hook.slots[index], grad, result)
+                rows.effects.add(hook.slots[index], grad, result)
             yield result
 
     def _together(
@@ -257,7 +264,7 @@ class ListHook:
         state: TransformState,
     ) -> Iterator[Tensor]:
         """Check and measure each result."""
-        operation, effects = self.operation, self.operation.attachment.effects
+        operation = self.operation
         taken = zip(rows.hooks, rows.fires, rows.values, results, strict=True)
         try:
             for place, (hook, fired, read, result) in enumerate(taken):
@@ -268,7 +275,7 @@ class ListHook:
                 if isinstance(fired, Tensor) and result is not grad:
                     result = torch.where(fired, result, grad)
                 if operation.sampling:
-                    effects.add(hook.slots[index], grad, result)
+                    rows.effects.add(hook.slots[index], grad, result)
                 yield result
                 # The list is also that of the transform, which has read this gradient: with the
                 # result in its place, the gradient can be freed before the next one is computed.
@@ -330,6 +337,7 @@ class _Rows(NamedTuple):
     fires: Fires
     values: Sequence[ReadTensor]
     gradients: Sequence[ReadTensor]
+    effects: Effects  # held here, as a transform of a user may close the surgery
 
 
 def _no_tensor() -> None:

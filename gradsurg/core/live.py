@@ -34,14 +34,15 @@ _open: "WeakSet[Live]" = WeakSet()  # weak, so that a dropped handle removes its
 def _close_all() -> None:
     """Close what is still attached when the program ends, with its warnings."""
     for live in list(_open):
-        unentered = list(live.unentered)  # `close` clears it, as a call of it is a proper end
+        # A copy: `close` clears the list, since a `close` by the user deserves no warning.
+        texts = list(live.dropped_warning)
         live.close()
-        _warn(unentered)
+        _warn(texts)
 
 
-def _remove_hooks(attachment: Attachment, unentered: Sequence[str]) -> None:
+def _finalize(attachment: Attachment, dropped_warning: Sequence[str]) -> None:
     attachment.close()
-    _warn(unentered)
+    _warn(dropped_warning)
 
 
 def _warn(texts: Sequence[str]) -> None:
@@ -60,19 +61,20 @@ class Live:
         self.attachment = attachment
         self.effects: Effects = attachment.effects
         self.clock: Clock = attachment.clock
-        # Held until it is closed, as the attachment holds the model weakly.
+        # Keeps the model alive until `close`: the attachment holds it weakly.
         self._model: nn.Module | None = model
         # Weakly, as the surgery holds this handle: a cycle would wait for the garbage collector.
-        self._release = WeakMethod(surgery.release)
-        self.unentered: list[str] = []
-        """The warning of an `attach` that was neither entered by `with` nor closed."""
-        self._finalizer = finalize(self, _remove_hooks, attachment, self.unentered)
+        self._take_back = WeakMethod(surgery.take_back)
+        self.dropped_warning: list[str] = []
+        """The warning of an `attach` that was neither entered by `with` nor closed, if any. The
+        finalizer has this very list: it is cleared, never replaced."""
+        self._finalizer = finalize(self, _finalize, attachment, self.dropped_warning)
         _open.add(self)
 
     @property
     def ledger(self) -> Ledger:
         """The gradients expected, seen and acted on at each site of each intervention."""
-        self.attachment.expect_unmet()
+        self.attachment.enter_unmet()  # first the names at which no site was met
         return self.attachment.ledger
 
     @property
@@ -200,11 +202,15 @@ class Live:
             self.attachment.multi_task.discard()
 
     def tick(self) -> None:
-        """Count an optimizer step; called by a hook of the optimizer given to `attach`."""
+        """Count an optimizer step by hand; an optimizer that is bound counts its own."""
         self.attachment.tick()
 
     def next_epoch(self) -> None:
-        """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already."""
+        """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already.
+
+        Triggers are asked again, as at the begin of a step: some read the number of the epoch.
+        """
+        self.attachment.check_open()
         if self.clock.epoch_length is not None:
             raise RuntimeError(
                 f"epochs are counted already: steps_per_epoch={self.clock.epoch_length}"
@@ -224,16 +230,18 @@ class Live:
             raise LookupError(f"no trigger asks for a Flag '{flag}'. {nearest(flag, flags)}")
         if not isinstance(on, bool):
             raise TypeError(f"on: must be True or False, found {on!r}")
-        self.clock.flags[flag] = on  # one assignment, which is safe from any thread
+        # One assignment, which is safe from any thread. `Flag` is asked at each gradient, so that
+        # nothing need be decided anew.
+        self.clock.flags[flag] = on
 
     def add(self, intervention: Intervention) -> str:
         """Attach one more intervention and return its label, for `remove` and `set`.
 
-        It acts from the next backward on, or from the next forward on if it hooks tensors in the
-        forward, as Outputs does, or reads the batch. An error leaves nothing attached. Raises
-        RuntimeError inside a backward pass, as `remove` and `set` do.
+        It acts from the next backward on; from the next forward on if it reads the batch, or hooks
+        tensors in the forward, as at Outputs. An error leaves nothing attached. Raises RuntimeError
+        inside a backward pass, as `remove` and `set` do.
         """
-        attachment = self._idle()
+        attachment = self._changeable_attachment()
         if not isinstance(intervention, Intervention):
             raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
         if intervention.aggregator is not None:
@@ -294,22 +302,23 @@ class Live:
         if not self._finalizer.alive:
             return  # it runs once: the surgery was closed before
         try:
+            # The warnings walk the modules several times.
             with one_scan(self.attachment.model):
                 warnings = list(end_warnings(self.attachment))
-            # Afterwards, as a warning may be an error: then the hooks are removed all the same.
+            # Once all are made, and in the `try`: if a warning is an error, the hooks go as well.
             _warn(warnings)
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """Remove all hooks without a warning: an error has ended the training."""
-        if (release := self._release()) is not None:  # None if the surgery is gone
-            release(self)
-        self.unentered.clear()  # the list that the finalizer has, which would warn
+        """Remove all hooks without a warning, as after an error, and at the end of `close`."""
+        if (take_back := self._take_back()) is not None:  # None if the surgery is gone
+            take_back(self)  # first, as it reads the interventions of the open attachment
+        self.dropped_warning.clear()  # the finalizer would tell it
         self._finalizer()
         self._model = None
 
-    def _idle(self) -> Attachment:
+    def _changeable_attachment(self) -> Attachment:
         """The attachment. Raises RuntimeError if it is detached, or a backward pass runs."""
         self.attachment.check_open()
         if autograd.in_backward():
@@ -323,7 +332,7 @@ class Live:
 
         Raises LookupError, with the nearest label, if there is none, ValueError for an aggregator.
         """
-        attachment = self._idle()
+        attachment = self._changeable_attachment()
         for operation in attachment.operations:
             if label in (operation.label, *operation.labels):
                 return operation
@@ -333,11 +342,11 @@ class Live:
         raise LookupError(f"there is no intervention '{label}'. {listed}")
 
     def __enter__(self) -> Self:
-        self.unentered.clear()
+        self.dropped_warning.clear()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
             self.close()
         else:
             self.abort()

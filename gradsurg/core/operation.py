@@ -16,7 +16,7 @@ from gradsurg.sites.places import AVERAGED, Kind, Memory, Near, Place, Stage
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Decision, TriggerContext
+from gradsurg.triggers.base import WHEN, Decision, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 from gradsurg.triggers.steps import Steps
 
@@ -40,7 +40,9 @@ class Operation:
     is_idle: bool  # whether nothing acts and nothing is counted in this step
     skips_transform: bool  # whether gradients are counted in this step, and none is transformed
     configuration: object  # another object after each change; hooks compare it by `is`
-    fast_path: object  # the configuration if hooks may take their fast path in this step, else None
+    open_configuration: (
+        object  # the configuration if hooks may take their fast path in this step, else None
+    )
 
     def __init__(
         self,
@@ -103,6 +105,10 @@ class Operation:
             hook.renew()
         self.begin_step()
 
+    def invalidate(self) -> None:
+        """Decide and check anew: something outside the intervention, as its state, has changed."""
+        self.set(self.intervention)
+
     # What the trigger says.
 
     def begin_step(self) -> None:
@@ -131,7 +137,7 @@ class Operation:
             and not (self.skips_transform or self._needs_context or self.skipped_nodes)
         )
         # `SiteHook` compares this with the configuration for which it has checked a result.
-        self.fast_path = self.configuration if is_open else None
+        self.open_configuration = self.configuration if is_open else None
         self._decided_for = sampling if is_steady else None
 
     def reevaluate(self) -> None:
@@ -152,7 +158,7 @@ class Operation:
 
     def decide(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
         """Evaluate the trigger at one gradient."""
-        attachment, key = self.attachment, f"{self.label}/{site}/when"
+        attachment, key = self.attachment, f"{self.label}/{site}{WHEN}"
         if (self._shared_observations or self._shared_flags) and distributed.is_initialized():
             self._share(site)
         context = TriggerContext(attachment.clock, attachment.seed, self.label, site, grad, value)
@@ -233,7 +239,7 @@ class Operation:
             if link.init(torch.zeros(1)):  # the state of any gradient shows whether there is one
                 return repr(link)
         # The state of a trigger is made when it is first evaluated.
-        keys = [key for key in self.attachment.states if key.endswith("/when")]
+        keys = [key for key in self.attachment.states if key.endswith(WHEN)]
         has_state = any(key.partition("/")[0] == self.label for key in keys)
         return repr(self.trigger) if has_state else ""
 
@@ -305,7 +311,7 @@ class Operation:
         Graphs that were built before keep the functions of the hooks, and by them this object. So
         it lets go of the hooks and of the attachment, and with it of the states and the model.
         """
-        self.is_on, self.is_closed, self.is_idle, self.fast_path = False, True, True, None
+        self.is_on, self.is_closed, self.is_idle, self.open_configuration = False, True, True, None
         self.observers.close()
         for hook in self.hooks.values():
             hook.close()

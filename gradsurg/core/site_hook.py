@@ -25,19 +25,21 @@ from gradsurg.transforms.base import (
     TransformState,
     acts_on_values,
 )
+from gradsurg.triggers.base import WHEN
 
 if TYPE_CHECKING:
     from gradsurg.core.intervention import Facts
     from gradsurg.core.operation import Operation
 
-STRIDED, any_autocast = torch.strided, autograd.any_autocast  # read for each gradient
+# For `in_order` alone, which reads them for each gradient: a look-up of an attribute costs time.
+STRIDED, any_autocast = torch.strided, autograd.any_autocast
 
 NO_STATE: TransformState = {}
 """The state of a transform that has none."""
 
 UNCHECKED = object()
-"""`checked_for` of a hook that was not checked. Not None: that is the `fast_path` of an operation
-whose hooks may not take theirs, and the two are compared by `is`."""
+"""`checked_configuration` of a hook that was not checked. Not None: `open_configuration` is None
+while the fast path is shut, and `None is None` would open it."""
 
 NO_STEP = -1
 """The step of a site before its first gradient."""
@@ -49,14 +51,24 @@ class SiteHook:
     Autograd calls `call` alone: it maps a gradient to the new one, or to None if it is unchanged.
     Besides the gradient, a kind of site hands over those arguments that the `Operation` asks for.
 
-    The first gradient of each configuration takes the slow path, `run_checked`, which checks the
-    result in full. Later ones take the fast path in `in_order`, as long as `checked_for` is the
-    `fast_path` of the operation: its trigger is then known to fire, and the transform needs the
-    gradient alone.
+    A configuration is an object that `Operation.set` replaces at each change; it is compared by
+    `is`. Its first gradient takes the slow path, `run_checked`, which checks the result in full.
+    Later ones take the fast path in `in_order`, as long as `checked_configuration` is the
+    operation's `open_configuration`. That is None in steps in which the trigger must be asked at
+    each gradient, or does not fire, or in which the transform needs more than the gradient.
     """
 
     __slots__ = (
-        *("simple", "call", "checked_for", "contexts", "entry", "is_tried", "keys", "operation"),
+        *(
+            "fast_args",
+            "call",
+            "checked_configuration",
+            "contexts",
+            "entry",
+            "drew_nothing",
+            "keys",
+            "operation",
+        ),
         *("shapes", "slots"),
     )
 
@@ -64,8 +76,12 @@ class SiteHook:
         attachment = operation.attachment
         self.operation = operation
         self.entry = attachment.ledger.enter(operation.label, site, aliases)
-        self.checked_for: object = UNCHECKED  # the configuration whose first result passed
-        self.is_tried = False  # whether the links were called, and drew from no global generator
+        self.checked_configuration: object = (
+            UNCHECKED  # the configuration whose first result passed
+        )
+        self.drew_nothing = (
+            False  # whether the links were called, and drew from no global generator
+        )
         # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
         # From here on each list has an entry for each link.
@@ -82,7 +98,8 @@ class SiteHook:
         ]
         self.keys = [f"{label}/{site}" for label in operation.labels]
         self.slots = [attachment.effects.slot(label, self.entry) for label in operation.labels]
-        self.shapes: list[torch.Size | None]  # of the gradient for which a state was last checked
+        # Of the gradient for which a state was last checked; `renew` sets it.
+        self.shapes: list[torch.Size | None]
         self.renew()
         self.call: SiteFn = in_order((self,))
 
@@ -93,23 +110,28 @@ class SiteHook:
         create_graph forbids it.
         """
         first, *others = self.operation.links
+        # Not one that is no differentiable function: `apply` looks for `create_graph` each time.
         is_simple = first.is_trusted and not first.refuses_graph and not others
         # What the fast path needs, in a tuple, as it is unpacked for each gradient.
-        self.simple = None
+        self.fast_args = None
         if is_simple and first.apply is not None:
-            self.simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
-        self.is_tried = False
+            self.fast_args = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
+        self.drew_nothing = False
         self.shapes = [None] * len(self.contexts)
 
     def close(self) -> None:
-        """Pass gradients unchanged from now on, and do not refer to itself."""
-        self.call = _unchanged  # instead of the closure, which refers to this hook
+        """Leave gradients alone from now on, and break the cycle through the closure of `call`.
+
+        Closures that a joint or a built graph holds see that the operation is idle.
+        """
+        self.call = _unchanged
 
     @contextmanager
     def keeping_states(self) -> Iterator[None]:
         """In the block, gradients change no state of the transforms or the trigger."""
         states = self.operation.attachment.states
-        keys = [*self.keys, f"{self.operation.label}/{self.entry.site}/when"]
+        keys = [*self.keys, f"{self.operation.label}/{self.entry.site}{WHEN}"]
+        # References suffice: a state is replaced by the next one, never written in place.
         before = {key: states[key] for key in keys if key in states}
         try:
             yield
@@ -117,11 +139,13 @@ class SiteHook:
             for key in keys:
                 states.pop(key, None)
             states |= before
-            self.checked_for = UNCHECKED  # the slow path makes a state that is missing again
+            self.checked_configuration = (
+                UNCHECKED  # the slow path makes a state that is missing again
+            )
             self.shapes = [None] * len(self.contexts)
 
     def forget_steps(self) -> None:
-        """Forget the calls of this step: another step was loaded."""
+        """Count the calls of a step anew: another step was loaded."""
         for context in self.contexts:
             context.step = NO_STEP
 
@@ -134,21 +158,21 @@ class SiteHook:
     ) -> Tensor | None:
         """Evaluate the trigger, apply all links and check each result in full."""
         operation = self.operation
-        if operation.is_idle:
+        if operation.is_idle:  # first: a closed operation is idle, and has no `attachment`
             return None
-        attachment = operation.attachment  # held: a user's transform may close the surgery
-        # With engine="feature" the nodes at the cut get a gradient in the passes on both sides.
+        attachment = operation.attachment  # a local: a user's transform may close the surgery
+        # `SharedParameters(engine="feature")` runs backward in two passes that meet at these nodes.
         if operation.skipped_nodes and autograd.running_node() in operation.skipped_nodes:
             return None
-        if operation.answer is False:
+        if operation.answer is False:  # it is True, False or None in a step; None: to be asked here
             self.entry.not_fired += 1
             return None
         if operation.reads_gradient:
-            check_dense(self, grad)
+            check_dense(self, grad)  # before the trigger reads it
         fires = operation.answer or operation.decide(self.entry.site, grad, value)
         if not self.count(fires) or operation.skips_transform:
             return None
-        if self.checked_for is UNCHECKED:
+        if self.checked_configuration is UNCHECKED:
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
@@ -156,14 +180,18 @@ class SiteHook:
         if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
             sparse = grad.coalesce()
             grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
-        check_dense(self, grad)
+        check_dense(self, grad)  # before the transform
         # A backward pass may run under autocast; transforms compute in the gradient's precision.
         with without_autocast(grad.device.type):
-            # Of several interventions at a place another one may have asked for them.
+            # They are there if any hook of the joint asked: only a transform that did gets them.
             given = entering if "entering" in operation.asks else ()
-            result = self.run_links(grad, value, on_device, True, given, layer)
-        if sparse is None:  # sparse gradients are converted each time: no fast path
-            self.checked_for = operation.configuration
+            result = self.run_links(
+                grad, value, on_device, full_check=True, entering=given, layer=layer
+            )
+        if (
+            sparse is None
+        ):  # a sparse gradient is converted each time, and proves nothing for others
+            self.checked_configuration = operation.configuration
         if result is grad or attachment.shadow:
             return None
         if sparse is None:
@@ -186,6 +214,8 @@ class SiteHook:
         result, operation = grad, self.operation
         effects = operation.attachment.effects
         for index, context in enumerate(self.contexts):
+            if operation.is_closed:
+                break  # the user's transform of an earlier link has closed the surgery
             before = result
             # Set for this call alone: a layer holds its module, and gradients hold memory.
             context.entering, context.layer = entering, layer
@@ -193,7 +223,7 @@ class SiteHook:
             context.entering, context.layer = (), None
             if operation.sampling:
                 effects.add(self.slots[index], before, result)
-        self.is_tried = True
+        self.drew_nothing = True
         return result
 
     def apply(
@@ -214,13 +244,14 @@ class SiteHook:
         states = operation.attachment.states
         link, state = operation.links[index], NO_STATE
         transform, apply = link.transform, link.apply
-        # Inside vmap one gradient stands for many: a state would be that of all of them.
+        # Inside vmap one tensor stands for many gradients, which cannot share one state.
         if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
             check_no_state(self, transform, grad)
         self.begin_call(index, grad)
         checks = full_check or not link.is_trusted
         version = autograd.version_of(grad) if checks else 0  # counts writes in place
         try:
+            # Who reads the value never takes the fast path (`Operation._needs_context`).
             if full_check and operation.intervention.reads_value:
                 context.value = value
             before = self._state_before(index, grad) if apply is None else NO_STATE
@@ -242,19 +273,19 @@ class SiteHook:
             if fires is not None:
                 state = link.chosen(state, before, fires)
             states[self.keys[index]] = without_graph(state)
-        # A choice on the device: reading `fires` would wait for it.
+        # `where`, not `if`: reading `fires` would wait for the device.
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
     def scale_grad(self, param: Tensor) -> bool:
         """Multiply `.grad` by the factor of the transform in place, if nothing else holds it.
 
-        Return False, and do nothing, unless the fast path would set the same `.grad`, unmeasured.
+        Return whether it did: only where the fast path is open, and nothing measures the result.
         """
         operation, transform = self.operation, self.operation.links[0].transform
         if (
             not isinstance(transform, Scaling)
-            or self.simple is None
-            or self.checked_for is not operation.fast_path
+            or self.fast_args is None
+            or self.checked_configuration is not operation.open_configuration
             or operation.sampling
             or operation.attachment.shadow
             or autograd.any_autocast()
@@ -280,7 +311,7 @@ class SiteHook:
         return state
 
     def begin_call(self, index: int, grad: Tensor) -> None:
-        """Set `step` and `call` in the context of a link for this gradient.
+        """Set `step` and `call` in the context of a link for this gradient, as `in_order` does.
 
         Raises RuntimeError under `create_graph` for a transform that is not differentiable.
         """
@@ -311,7 +342,7 @@ class SiteHook:
 
     def watched(self, link: "Facts", device: torch.device) -> AbstractContextManager[None]:
         """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
-        if link.is_trusted or self.is_tried:
+        if link.is_trusted or self.drew_nothing:
             return nullcontext()
         return random_state.untouched(
             f"{link.label}: {link.transform!r}",
@@ -321,8 +352,11 @@ class SiteHook:
         )
 
     def where(self, index: int) -> str:
-        step = self.operation.attachment.clock.step
-        label = self.operation.links[index].label
+        """Say which link acted, for the note of an error.
+
+        The step is that of the context, as a transform may have closed the surgery.
+        """
+        label, step = self.operation.links[index].label, self.contexts[index].step
         return f"while {label} acted at site '{self.entry.site}', step {step}"
 
 
@@ -340,13 +374,13 @@ class Joint:
         self.asks: frozenset[Ask] = first.operation.asks.union(*(o.operation.asks for o in others))
         self.call: SiteFn = in_order(self.hooks) if others else first.call
 
-    def placed(self) -> "Joint":
+    def mark_placed(self) -> "Joint":
         """Note that PyTorch has these hooks; return them."""
         for hook in self.hooks:
             operation, entry = hook.operation, hook.entry
             if entry.site not in operation.placed:
                 operation.placed[entry.site] = None
-                # The ledger has forgotten it if it was another name of a place at first.
+                # `Ledger.enter` has dropped it if it was an alias at first; here it acts itself.
                 operation.attachment.ledger.keep(entry)
             entry.skipped = ""
         return self
@@ -368,7 +402,7 @@ class Joint:
 
     @property
     def moment(self) -> object:
-        """What else determines a result, compared by `==`; None once a hook is closed."""
+        """What determines a result besides the gradient; None once a hook is closed."""
         moments = [hook.operation.moment for hook in self.hooks]
         return None if None in moments else moments
 
@@ -396,7 +430,8 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
     # attributes. It runs for each gradient, so the fast path is written out and calls nothing else.
     attachment = hooks[0].operation.attachment
     clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
-    told = attachment.listeners["further_gradient"]
+    # The very list of the attachment, which shrinks: at last nothing is told.
+    listeners = attachment.listeners["further_gradient"]
 
     def call(
         grad: Tensor | None,
@@ -406,28 +441,29 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
     ) -> Tensor | None:
         if grad is None:
             return None
+        # A sparse gradient, and one under autocast, needs the slow path.
         result, is_plain = grad, grad.layout is STRIDED and not any_autocast()
         for hook in hooks:
             operation = hook.operation
-            if not is_plain or hook.checked_for is not operation.fast_path:
-                changed = hook.run_checked(result, value, entering, layer)
+            if not is_plain or hook.checked_configuration is not operation.open_configuration:
+                changed = hook.run_checked(result, value, entering, layer)  # None if unchanged
                 result = result if changed is None else changed
                 continue
             hook.entry.fired += 1
-            if hook.simple is None:  # several links, a state, or a user's transform
+            if hook.fast_args is None:  # several links, a state, or a user's transform
                 changed = hook.run_links(result, value, None, full_check=False)
             else:
-                # `SiteHook.apply` without the steps that a trusted, stateless transform needs not.
-                apply, context, slot, keeps_shape = hook.simple
+                # `SiteHook.apply` for a trusted transform without state, keep the two in step.
+                apply, context, slot, keeps_shape = hook.fast_args
                 if context.step != clock.step:
                     context.step, context.call = clock.step, 0
                 else:
                     context.call += 1
-                    if told:
+                    if listeners:
                         operation.attachment.tell("further_gradient", hook, context.call)
                 try:
                     changed = apply(result, context)
-                except Exception as error:  # whatever a user's transform raises
+                except Exception as error:  # raised again, with the site
                     error.add_note(hook.where(0))
                     raise
                 if not keeps_shape and not is_like(changed, result):

@@ -42,7 +42,8 @@ class Surgery:
                 )
             if not isinstance(item, Intervention):
                 raise TypeError(f"Surgery takes Interventions, found {item!r}")
-        # Aggregators combine the gradients that the transforms return, so they come last.
+        # Aggregators combine the gradients that the transforms return, so they come last; the sort
+        # is stable.
         self._interventions = tuple(
             sorted(interventions, key=lambda item: item.aggregator is not None)
         )
@@ -50,7 +51,7 @@ class Surgery:
         self._clock = Clock()
         self._states: dict[str, TransformState] = {}
         self._live: Live | None = None
-        self.was_attached = False
+        self.was_attached = False  # read by `comparison.py`
 
     def __repr__(self) -> str:
         return f"Surgery({', '.join(map(repr, self.interventions))}, seed={self.seed})"
@@ -137,23 +138,24 @@ class Surgery:
         too.
 
         Triggers read the number of steps that `optimizer` has made, and stage `step` requires it.
-        Without it an aggregator draws new random numbers at each `live.backward`, not at each step.
+        Without an optimizer an aggregator draws new random numbers at each `live.backward`.
         Of several optimizers the steps of `clock` are counted, by default those of the first.
 
         Effects are measured every `effects_every` steps, never if 0. The conflict of several tasks
-        is measured in those of them whose number `conflict_every` divides. `shadow` measures and
-        changes no gradient; an intervention whose transform has no state and whose trigger is
-        `Always` then idles, and counts nothing, in steps that are not measured.
+        is measured in each such step whose number is a multiple of `conflict_every`. With `shadow`
+        effects are measured, and gradients stay unchanged; an intervention whose transform has no
+        state and whose trigger is `Always` then counts nothing in steps that are not measured.
 
         Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
         on the scale is then refused at stages with scaled gradients. A scaler that was not passed
         is noticed, with a warning, at the first optimizer step.
 
         Used without `with`, the surgery stays attached until `live.close()`, as by `start`. If that
-        is never called, a warning at the end names the line of this call.
+        is never called, a warning names the line of this call once the handle is dropped, or when
+        the program ends.
 
-        Raises LookupError, listing the names, if a selector matches nothing; after the first
-        forward if sites are known only then.
+        Raises LookupError, listing the names, if a selector matches nothing; the first forward
+        raises it if sites are known only then.
         """
         transforms = [item for item in self._interventions if item.aggregator is None]
         if optimizer is None and any(item.stage == "step" for item in transforms):
@@ -171,9 +173,9 @@ class Surgery:
             scaler=scaler,
             steps_per_epoch=steps_per_epoch,
         )
-        # For the warning, which is emitted when the user's frame is gone.
+        # Taken now: the warning is emitted when the user's frame is gone.
         caller = sys._getframe(1)
-        live.unentered.append(
+        live.dropped_warning.append(
             f"surgery.attach in {caller.f_code.co_filename}, line {caller.f_lineno}, was used "
             "without `with` and never closed: write `with surgery.attach(...) as live:`, or "
             "`live = surgery.start(...)` and `live.close()`"
@@ -199,10 +201,10 @@ class Surgery:
         The optimizer may come later, by `live.bind(optimizer)`: until then interventions at stage
         `step` wait.
 
-        Keep the returned handle or the surgery: the hooks are also removed, without a warning, once
-        nothing refers to either. After `Surgery(...).start(model)` without a name that is at once;
-        a cell of a notebook that is run again so detaches its earlier surgery. When the program
-        ends, an open surgery is closed.
+        Keep the handle or the surgery: once both are gone, the hooks are removed without a warning.
+        `Surgery(...).start(model)` with the result dropped detaches at once, and a notebook cell
+        that is run again detaches the surgery that it made before. When the program ends, an open
+        surgery is closed.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
@@ -211,28 +213,30 @@ class Surgery:
         _check_count("effects_every", effects_every, 0)
         _check_count("conflict_every", conflict_every, 1)
         if not isinstance(model, nn.Module):
-            raise TypeError(_about_model(model))
+            raise TypeError(_model_error(model))
         is_distributed = distributed.is_available() and distributed.is_initialized()
         processes = distributed.get_world_size() if is_distributed else 1
-        items, outer, model = self._interventions, model, inner_model(model)
-        refuse_at_once(outer, ((item.at, "" if item.aggregator else item.stage) for item in items))
+        given, model, items = model, inner_model(model), self._interventions
+        # An aggregator has no stage.
+        refuse_at_once(given, ((item.at, "" if item.aggregator else item.stage) for item in items))
         self._clock.epoch_length = steps_per_epoch
         attachment = Attachment(
             model,
             Effects(effects_every),
             self._clock,
             self._states,
-            seed=self.seed if processes == 1 or shadow else self._shared_seed(),
+            # In shadow no result is used, so the processes may differ.
+            seed=self.seed if processes == 1 or shadow else self._seed_of_processes(),
             rank=distributed.get_rank() if processes > 1 else 0,
             processes=processes,
             conflict_every=conflict_every,
             shadow=shadow,
-            is_compiled=hasattr(outer, COMPILED),
+            is_compiled=hasattr(given, COMPILED),
             scaler=scaler,
         )
         live = Live(attachment, model, self)
         with ExitStack() as undo, one_scan(model):
-            undo.callback(live.abort)  # unless all is attached
+            undo.callback(live.abort)  # unless `pop_all` below is reached
             if optimizer is not None:
                 attachment.bind(optimizer, clock)
             attachment.add(*items)
@@ -241,11 +245,11 @@ class Surgery:
             undo.pop_all()
         return live
 
-    def _shared_seed(self) -> int:
-        """The seed of this process, or that of process 0 if all must draw the same numbers.
+    def _seed_of_processes(self) -> int:
+        """The seed of this process, or that of process 0, a collective call, if all must be equal.
 
-        They must if an aggregator, or a transform or a trigger at gradients that DDP has averaged,
-        draws: the parameters of the processes would differ otherwise.
+        They must be if there is an aggregator, or if a transform or a trigger draws at gradients
+        that DDP has averaged: the parameters of the processes would differ otherwise.
         """
         draws = any(
             item.aggregator is not None
@@ -265,7 +269,8 @@ class Surgery:
 
         With an `example_input`, as for `gradsurg.sites.tree`, the plan is a tree of the modules as
         they run; without it, the sites known before a forward. Below are the cells of the table of
-        contexts that apply to the model as it is now: compiled, wrapped, sharded or scripted.
+        contexts of `gradsurg.core.pitfalls` that apply to the model as it is now: compiled,
+        wrapped, sharded or scripted.
         """
         from gradsurg.core.plan import plan_of
 
@@ -282,18 +287,19 @@ class Surgery:
             "epoch": self._clock.counted_epochs,
             "backwards": self._clock.backwards,
             "flags": dict(self._clock.flags),
-            "transforms": self._names(),
+            "transforms": self._signature(),
             "states": {key: dict(state) for key, state in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Load the state of an equal surgery, attached or not.
+        """Load the state of a surgery with the same transforms and selectors, attached or not.
 
-        Raises ValueError if the transforms or the selectors differ.
+        Switches that the state lacks stay as they are. Raises ValueError if transforms or selectors
+        differ.
         """
-        if state.get("transforms") != self._names():
+        if state.get("transforms") != self._signature():
             raise ValueError(
-                f"this state is of {state.get('transforms')}, the surgery is {self._names()}"
+                f"this state is of {state.get('transforms')}, the surgery is {self._signature()}"
             )
         step, states = state.get("step"), state.get("states")
         epoch, flags = state.get("epoch", 0), state.get("flags", {})
@@ -309,15 +315,15 @@ class Surgery:
         self._clock.step, self._clock.counted_epochs = step, epoch
         self._clock.backwards = backwards
         self._clock.flags.update(flags)
-        self._states.clear()
+        self._states.clear()  # in place, as the attachment has the same dict
         self._states.update({key: dict(tensors) for key, tensors in states.items()})
         if self._live is not None:
             self._live.attachment.load_states()
 
-    def _names(self) -> list[str]:
+    def _signature(self) -> list[str]:
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
 
-    def release(self, live: Live) -> None:
+    def take_back(self, live: Live) -> None:
         """Take over the interventions of a handle that is closed."""
         if self._live is live:
             self._interventions = live.interventions
@@ -330,8 +336,10 @@ def _in_short(part: Any) -> str:  # Any: a transform, a selector, a trigger or a
         return f"({', '.join(map(_in_short, part))})"
     if not is_dataclass(part) or isinstance(part, type):
         return repr(part)
-    pairs = ((one, getattr(part, one.name)) for one in fields(part))
-    changed = [f"{one.name}={_in_short(it)}" for one, it in pairs if it != one.default]
+    pairs = ((field, getattr(part, field.name)) for field in fields(part))
+    changed = [
+        f"{field.name}={_in_short(value)}" for field, value in pairs if value != field.default
+    ]
     return f"{type(part).__name__}({', '.join(changed)})"
 
 
@@ -340,12 +348,11 @@ def _check_count(name: str, number: object, least: int) -> None:
         raise ValueError(f"{name}: must be a whole number >= {least}, found {number!r}")
 
 
-def _about_model(model: object) -> str:
+def _model_error(model: object) -> str:
     """The error for a class, an optimizer, or another object in the place of a model."""
-    text, hint = (
-        repr(model),
-        f": did you mean {model.__name__}()?" if isinstance(model, type) else "",
-    )
+    text, hint = repr(model), ""
+    if isinstance(model, type):
+        hint = f": did you mean {model.__name__}()?"
     if isinstance(model, Optimizer):
         text, hint = type(model).__name__, "; the model comes first, as in attach(model, optimizer)"
     return f"model: must be a torch.nn.Module, found {text}{hint}"

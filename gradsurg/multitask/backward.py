@@ -126,7 +126,7 @@ class MultiTaskBackward:
         named = named_losses(losses)
         if scale != 1.0:
             named = {name: loss * scale for name, loss in named.items()}
-        self.attachment.factor = scale
+        self.attachment.backward_scale = scale
         call = BackwardCall(named, list(interventions), aggregate, retain_graph)
         if retain_graph:
             check_repeatable(call.losses, shared=False)

@@ -124,7 +124,7 @@ class Flow:
         key = call, path, tuple([function for function, _, _ in acted])
         if key not in self.hooks:
             place = Place(self.kind, call[:1], ref(module), call[1], path[1:])
-            met = self.door.meet(place, acted=key[2]) if self.door.wants(place) else None
+            met = self.door.meet(place, acted=key[2]) if self.door.picking_at(place) else None
             self.hooks[key] = place.site, met
         site, hook = self.hooks[key]
         if hook is None:

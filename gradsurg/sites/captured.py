@@ -73,12 +73,12 @@ class _GradMode(TorchFunctionMode):
 
     def add(self, tensor: Tensor, place: Place) -> None:
         """Record that a tensor is at this place, for the interventions that do not know it yet."""
-        if autograd.in_functorch() or not self.door.wants(place):
+        if autograd.in_functorch() or not self.door.picking_at(place):
             return
         if not tensor.requires_grad:
             if place not in self.noted:
                 self.noted.add(place)
-                self.door.none(place, NO_GRADIENT)
+                self.door.note_no_gradient(place, NO_GRADIENT)
             return
         places, is_current = self._at(tensor)
         others = [pair for pair in places if is_current and pair[0] != place]
@@ -86,7 +86,7 @@ class _GradMode(TorchFunctionMode):
         if (place, acted) not in self.hooks:
             self.hooks[place, acted] = hook = self.door.meet(place, acted=acted)
             if hook is not None:
-                self.door.none(place, NOT_ASKED)
+                self.door.note_no_gradient(place, NOT_ASKED)
         hook = self.hooks[place, acted]
         if hook is not None:
             self.known[tensor] = _version(tensor), (*others, (place, hook))
@@ -106,12 +106,12 @@ class _GradMode(TorchFunctionMode):
     def _transformed(self, tensor: Any, grad: Any, kwargs: dict[str, Any]) -> Any:
         places, is_current = self._at(tensor)
         for place, hook in places:
-            if not self.door.wants(place):  # its intervention was removed
+            if not self.door.picking_at(place):  # its intervention was removed
                 continue
             if not is_current:
                 self.door.note(CAPTURED, f"'{place.site}' was asked for and left alone: {CHANGED}")
             elif grad is None:
-                self.door.none(place, UNUSED)
+                self.door.note_no_gradient(place, UNUSED)
             elif kwargs.get("is_grads_batched"):
                 self.door.refuse("is_grads_batched", CAPTURED, place.site)
             else:
@@ -140,8 +140,8 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
             continue
         place = Place(CAPTURED, names, ref(param))
         if not param.requires_grad:
-            door.none(place, "frozen")
-        elif door.wants(place):
+            door.note_no_gradient(place, "frozen")
+        elif door.picking_at(place):
             if autograd.is_sharded(param):
                 door.refuse("FSDP2", CAPTURED, place.site)
             mode.add(param, place)

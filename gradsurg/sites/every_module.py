@@ -11,7 +11,18 @@ from gradsurg.plugins.fields import validated
 from gradsurg.sites.activations import Flow
 from gradsurg.sites.calls import Shared, modules_of, name_in, refuse_scripted
 from gradsurg.sites.module_gradients import BackwardPasses
-from gradsurg.sites.places import ELSEWHERE, Door, Kind, Leaf, Memory, Named, Place, Stage, Things
+from gradsurg.sites.places import (
+    ELSEWHERE,
+    Door,
+    Kind,
+    Leaf,
+    Memory,
+    Named,
+    Place,
+    Stage,
+    Things,
+    call_id,
+)
 from gradsurg.sites.selection import Pattern, Types, matches, matches_type
 from gradsurg.sites.selectors import offered_names
 from gradsurg.torch_internals import compiling
@@ -126,4 +137,4 @@ class EveryModule(Leaf):
         """Accept all names: those of modules outside the model are not known yet."""
 
     def expected(self, name: str) -> str:
-        return "" if name == ELSEWHERE else f"{name}#0{_kind(self.kind).suffix}"
+        return "" if name == ELSEWHERE else call_id(name, 0) + _kind(self.kind).suffix

@@ -30,8 +30,8 @@ def places_of(
     for named in found:
         place = named.place(kind)
         if named.is_frozen:
-            door.none(place, "frozen")
-        elif door.wants(place):
+            door.note_no_gradient(place, "frozen")
+        elif door.picking_at(place):
             if not takes_shards and autograd.is_sharded(cast(Tensor, named.thing)):
                 door.refuse("FSDP2", kind, place.site)
             places.append(place)
@@ -69,7 +69,7 @@ class Steps:
             self.door.at_end(self.kind, self._check_held)
 
     def _places(self, found: Sequence[Named] | None = None) -> list[Place]:
-        found = self.door.found(self.kind) if found is None else found
+        found = self.door.search_again(self.kind) if found is None else found
         return places_of(self.door, self.kind, found, takes_shards=self.is_joint)
 
     def _made(self, found: Sequence[Named] | None = None) -> Iterator[StepActions]:

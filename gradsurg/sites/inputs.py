@@ -93,7 +93,7 @@ class _Watched(WatchedCalls):
                 autograd.hook_first(own, hook.call)
                 running.keep(own, site, self.acts_before)
                 return ((own,), kwargs) if self.acts_before else None
-        elif not (key[1] and self.door.wants(self._place(module, call))):
+        elif not (key[1] and self.door.picking_at(self._place(module, call))):
             self.single[key] = None
         return self._hooked_arguments(module, call, running, args, kwargs)
 
@@ -128,10 +128,10 @@ class _Watched(WatchedCalls):
 
         def change(path: str, tensor: Tensor) -> Tensor:
             place = replace(base, item=path[1:]) if path else base
-            if not self.door.wants(place):
+            if not self.door.picking_at(place):
                 return tensor
             if not (tensor.requires_grad and torch.is_grad_enabled()):
-                self.door.none(place, NO_GRADIENT)
+                self.door.note_no_gradient(place, NO_GRADIENT)
                 given[id(tensor)] = tensor
             elif id(tensor) not in given:
                 given[id(tensor)] = self._hooked(module, running, tensor, place)
@@ -149,7 +149,7 @@ class _Watched(WatchedCalls):
         new = [hooked(arg, "" if is_bare else f".{index}") for index, arg in enumerate(args)]
         by_key = {key: hooked(arg, f".{key}") for key, arg in kwargs.items()}
         if not given:
-            self.door.none(base, NO_TENSOR)
+            self.door.note_no_gradient(base, NO_TENSOR)
         same = all(map(operator.is_, [*new, *by_key.values()], [*args, *kwargs.values()]))
         return None if same else (tuple(new), by_key)
 

@@ -15,7 +15,7 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.sites.call_graphs import CallGraph, follow
 from gradsurg.sites.calls import modules_of
 from gradsurg.sites.node_names import plain
-from gradsurg.sites.places import Selector
+from gradsurg.sites.places import Selector, call_id
 from gradsurg.sites.selection import ROOT, inner_model, is_container, names_of, params_by_name
 from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
 from gradsurg.sites.tensors import tensors_in
@@ -133,7 +133,7 @@ class _Walk:
         taken = {edge for node in nodes for edge in node.next_functions}
         taken |= {returned.edge for returned in graph.returned}
         for index, name, call, occurrence in graph.made():
-            node, label = nodes[index], f"{call[0]}#{call[1]}"
+            node, label = nodes[index], call_id(*call)
             site = f"{label}/{plain(name)}[{occurrence}]"
             self.nodes[label][plain(name).removesuffix("Backward")] += 1
             specs = [

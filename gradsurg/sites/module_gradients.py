@@ -102,16 +102,16 @@ class BackwardPasses:
         needing = [path for path, tensor in tensors.items() if _needs_gradient(tensor)]
         door, base = self.door, self._place(module, call, "")
         if not needing:
-            door.none(base, NO_GRADIENT)
+            door.note_no_gradient(base, NO_GRADIENT)
             return []
         is_unseen = not direct.keys() & needing and self.kind.name == "ModuleGradients"
-        if is_unseen and door.wants(base):
+        if is_unseen and door.picking_at(base):
             where = "an argument" if self.on_inputs else f"a {type(output).__name__}"
             door.refuse("nested tensors", self.kind, base.site, where=where)
         for path in tensors:
             if path not in needing or path not in direct:
                 why = NO_GRADIENT if path not in needing else UNSEEN
-                door.none(self._place(module, call, path), why)
+                door.note_no_gradient(self._place(module, call, path), why)
         places = (self._place(module, call, path) if path in needing else None for path in direct)
         return [None if place is None else door.meet(place) for place in places]
 

@@ -71,9 +71,9 @@ def watch_nodes(
             place = Place(kind, call[:1], held[call[0]], call[1], node=name, occurrence=occurrence)
             if graph.task == FORWARD and graph.owners[0] and graph.owners[0][0] != ROOT:
                 # The calls of a part of the model have no numbers of their own: an error if asked.
-                door.wants(replace(place, call=OUTSIDE))
+                door.picking_at(replace(place, call=OUTSIDE))
             is_compiled = plain(name) == compiling.COMPILED
-            if door.wants(place):
+            if door.picking_at(place):
                 if is_compiled:
                     door.note(kind, ONE_NODE)
                 yield index, register_at(place)

@@ -65,7 +65,7 @@ class _Watched(WatchedCalls):
     ) -> Tensor:
         """Hook a tensor, or an alias of it if it is an unchanged input; return the hooked one."""
         door, place = self.door, Place(OUTPUTS, call[:1], ref(module), call[1], path[1:])
-        if not door.wants(place):
+        if not door.picking_at(place):
             if not path:
                 self.single[call] = None
             return tensor

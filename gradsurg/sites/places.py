@@ -140,6 +140,11 @@ class Kind:
     is_traced: bool = field(default=False, repr=False)
 
 
+def call_id(name: str, call: int) -> str:
+    """Return the beginning of the ids of all sites of one call of a module."""
+    return f"{name}#{call}"
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A place at which a gradient passes."""
@@ -167,9 +172,10 @@ class Place:
     @property
     def whole(self) -> str:
         """The site id without `item`: several tensors of one call have it in common."""
-        call = "" if self.call is None else f"#{max(self.call, 0)}"  # OUTSIDE is told as 0
+        name = self.names[0]
+        first = name if self.call is None else call_id(name, max(self.call, 0))  # OUTSIDE: as 0
         node = f"/{plain(self.node)}[{self.occurrence}]" if self.node else ""
-        return f"{self.names[0]}{call}{self.kind.suffix}{self.suffix}{node}"
+        return f"{first}{self.kind.suffix}{self.suffix}{node}"
 
     @property
     def aliases(self) -> list[str]:
@@ -575,7 +581,7 @@ class Door(Protocol):
         """The model whose places are hooked."""
         ...
 
-    def wants(self, place: Place) -> Sequence[object]:
+    def picking_at(self, place: Place) -> Sequence[object]:
         """Return the interventions that pick a place, or part of it: its `item` may be open."""
         ...
 
@@ -602,7 +608,7 @@ class Door(Protocol):
         """
         ...
 
-    def found(self, kind: Kind) -> Sequence[Named]:
+    def search_again(self, kind: Kind) -> Sequence[Named]:
         """Return the modules or parameters that `watch` gets, as the model is now."""
         ...
 
@@ -623,7 +629,7 @@ class Door(Protocol):
         """
         ...
 
-    def none(self, place: Place, why: str) -> None:
+    def note_no_gradient(self, place: Place, why: str) -> None:
         """Note why no gradient will pass at a place, if an intervention has picked it."""
 
     def note(self, kind: Kind, text: str) -> None:

@@ -125,11 +125,11 @@ class _Modules:
         # A recomputation gets no site here: the checkpoint has saved for the forward.
         call = calls.next(module)
         place = call and Place(self.kind, call[:1], ref(module), call[1])
-        wanted = self.door.wants(place) if place else ()
+        wanted = self.door.picking_at(place) if place else ()
         if not place or not wanted or not torch.is_grad_enabled():
             calls.enter(module, None)
             return
-        if opened and any(one not in wanted for one in self.door.wants(opened[-1].place)):
+        if opened and any(one not in wanted for one in self.door.picking_at(opened[-1].place)):
             self.door.refuse("nested modules", self.kind, place.site, outer=opened[-1].place.whole)
         if module not in self.origins:
             self.origins[module] = _Origins(self.kind, module)
@@ -143,7 +143,7 @@ class _Modules:
         call = calls.leave(module)
         self.close_all_but(calls.running)
         if call is not None and not call.count:
-            self.door.none(call.place, "saves no such tensor of its own")
+            self.door.note_no_gradient(call.place, "saves no such tensor of its own")
 
     def close_all_but(self, running: Sequence[tuple[int, object]] = ()) -> None:
         """End the calls that do not run: this one, and those that others have left open.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import SelectionError, validated
-from gradsurg.sites.places import Leaf, Memory, Named, Place, Stage, Things
+from gradsurg.sites.places import Leaf, Memory, Named, Place, Stage, Things, call_id
 from gradsurg.sites.selection import (
     OUTSIDE,
     ROOT,
@@ -98,7 +98,7 @@ class ModuleSelector(NamedSelector):
         return self.call is None
 
     def expected(self, name: str) -> str:
-        return f"{name}#{self.call or 0}{self.kind_at(None).suffix}"
+        return call_id(name, self.call or 0) + self.kind_at(None).suffix
 
     def check(self, things: Things, memory: Memory) -> None:
         if memory.near[self]:

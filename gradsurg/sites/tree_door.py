@@ -82,7 +82,7 @@ class Notebook:
 
     # The door.
 
-    def wants(self, place: Place) -> Sequence[object]:
+    def picking_at(self, place: Place) -> Sequence[object]:
         if place not in self._wanted:
             memory = self.memory
             picked = self._wanted[place] = self.at is not None and self.at.fits(place, memory)
@@ -93,7 +93,7 @@ class Notebook:
                 self.nodes[place.site] = (place.kind.name, place.kind.mode) == ("Nodes", "enter")
         return (self.at,) if self._wanted[place] else ()
 
-    def found(self, kind: Kind) -> Sequence[Named]:
+    def search_again(self, kind: Kind) -> Sequence[Named]:
         return ()
 
     def meet(
@@ -103,10 +103,10 @@ class Notebook:
         own: bool = False,
         acted: Sequence[SiteFn] = (),
     ) -> "_Hook | None":
-        if not self.wants(place):
+        if not self.picking_at(place):
             return None
         if value is not None and not value.requires_grad:
-            self.none(place, NO_GRADIENT)
+            self.note_no_gradient(place, NO_GRADIENT)
             return None
         table = module_hooks.hooks_of(value) if own and value is not None else {}
         acting = (self._sites.get(getattr(f, "func", f)) for f in table.values() or acted)
@@ -115,7 +115,7 @@ class Notebook:
         return hook if first == place.site else None
 
     def meet_shared(self, places: Sequence[Place]) -> "_Hook | None":
-        wanted = [place for place in places if self.wants(place)]
+        wanted = [place for place in places if self.picking_at(place)]
         return self._hook(wanted[0].site, wanted) if wanted else None
 
     def traced(self, kind: Kind, found: Sequence[Named]) -> dict[nn.Module, Traced]:
@@ -128,8 +128,8 @@ class Notebook:
             self.meet(place)
         return ()  # so that nothing is hooked
 
-    def none(self, place: Place, why: str) -> None:
-        if self.wants(place):
+    def note_no_gradient(self, place: Place, why: str) -> None:
+        if self.picking_at(place):
             self._met.add((place.kind, place.name))
             self.lines.setdefault(place.site, SiteLine(place.site, left_out=why))
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsurg.sites.places import call_id
+
 WIDTH = 120
 MAX_NAMES = 40  # width of the name column above which names are shortened
 MAX_CLASSES, MAX_OUTPUTS = 28, 40
@@ -80,7 +82,7 @@ class Row:
     @property
     def label(self) -> str:
         """The beginning of the ids of its sites."""
-        return self.name if self.call is None else f"{self.name}#{self.call}"
+        return self.name if self.call is None else call_id(self.name, self.call)
 
     def cells(self, label: str) -> tuple[str, str, str, str]:
         """Return the texts of all columns but the nodes."""

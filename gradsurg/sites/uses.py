@@ -81,16 +81,16 @@ class _Watched:
         without += [(_use(place, 0), NO_USE) for place in unused if is_whole]
         for place, why in without:
             if self.has_acted or self.shared.has_graphless:
-                self.door.none(place, why)
+                self.door.note_no_gradient(place, why)
             else:  # the error that nothing is picked lists it
-                self.door.wants(replace(place, occurrence=UNUSED))
+                self.door.picking_at(replace(place, occurrence=UNUSED))
 
     def _reject_hidden(self, graph: CallGraph) -> None:
         """Have modules without a call refused, if no use is picked: it may be in compiled code."""
         called = {returned.call[0] for returned in graph.returned}
         for name, held in self.held.items():
             if name not in called and name in self.modules:
-                self.door.wants(Place(USES, (name,), held, 0, occurrence=UNUSED))
+                self.door.picking_at(Place(USES, (name,), held, 0, occurrence=UNUSED))
 
     def _tensors(
         self, graph: CallGraph, is_whole: bool

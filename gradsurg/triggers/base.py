@@ -16,6 +16,9 @@ from gradsurg.plugins.fields import validated
 Decision = bool | Tensor | None
 """True, False, a bool tensor without dimensions (decided on the device) or None (not known yet)."""
 
+WHEN = "/when"
+"""The end of the key `label/site/when` of a trigger's state."""
+
 
 @dataclass(slots=True)
 class Clock:

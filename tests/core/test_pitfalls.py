@@ -114,7 +114,7 @@ class Surgery:
     def __init__(self, *operations: Operation, model: nn.Module | None = None) -> None:
         self.operations, self.model = operations, model or small()
         self.clock, self.ledger, self.steps = Clock(), Ledger(), OptimizerSteps()
-        self.start, self.states = 0, dict[str, Any]()
+        self.first_step, self.states = 0, dict[str, Any]()
         self.shadow, self.is_compiled, self.processes, self.scaler = False, False, 2, None
         self.told: dict[str, str] = {}
         self.at_first_steps: list[Callable[[], None]] = []
@@ -122,7 +122,7 @@ class Surgery:
 
     params_of = staticmethod(params_of)
 
-    def expect_unmet(self) -> None:
+    def enter_unmet(self) -> None:
         """All sites were met."""
 
     def tell(self, moment: str) -> None:
@@ -130,7 +130,7 @@ class Surgery:
             for text in getattr(pitfall, moment)(self) or ():
                 self.warn_once(text)
 
-    def tell_scaler(self) -> None:
+    def warn_unknown_scaler(self) -> None:
         """There are no aggregators."""
 
     def warn_once(self, text: str, key: str = "") -> None:
@@ -356,7 +356,7 @@ def test_a_trigger_whose_clock_stands_still_is_told(
     item: Intervention, steps: int, epochs: int, told: str
 ) -> None:
     surgery, pitfall = Surgery(Operation(item)), StepHooks()
-    surgery.start = surgery.clock.step = 5
+    surgery.first_step = surgery.clock.step = 5
     surgery.clock.counted_epochs = 3
     pitfall.attached(surgery)
     surgery.clock.step += steps

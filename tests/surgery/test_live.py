@@ -1,6 +1,7 @@
 """Changing a surgery while it is attached: from when on, with what kept, and what is refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -233,6 +234,7 @@ CHANGES: list[Callable[[gs.Live], object]] = [
     lambda live: live.remove("scale"),
     lambda live: live.remove("nothing"),
     lambda live: live.switch("a", on=True),
+    gs.Live.next_epoch,
 ]
 
 
@@ -252,7 +254,7 @@ def test_nothing_is_changed_inside_a_backward(call: Callable[[gs.Live], object])
     assert "inside a backward pass" in texts[0]
 
 
-@pytest.mark.parametrize("call", CHANGES, ids=range(5))
+@pytest.mark.parametrize("call", CHANGES, ids=range(6))
 def test_after_the_block_nothing_can_be_changed(call: Callable[[gs.Live], object]) -> None:
     model = Sums()
     with attached(model, gs.Scale(2.0)) as live:
@@ -260,3 +262,35 @@ def test_after_the_block_nothing_can_be_changed(call: Callable[[gs.Live], object
     with pytest.raises(RuntimeError, match="the block has ended, and with it the surgery"):
         call(live)
     assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "rest"),
+    [
+        ("backward", ()),
+        ("backward", (gs.Scale(5.0),)),
+        ("step", (gs.Scale(5.0),)),
+        ("step", (gs.ClipGlobalNorm(0.1),)),
+    ],
+    ids=range(4),
+)
+def test_a_transform_that_closes_the_surgery_is_the_last_to_act(stage, rest, fails: bool) -> None:
+    def closing(grad: Tensor) -> Tensor:
+        live.close()
+        if fails:
+            raise ValueError("its own error")
+        return 2 * grad
+
+    model = Sums()
+    optimizer = torch.optim.SGD(model.parameters())
+    at = gs.Parameters(stage=stage)
+    live = gs.Surgery(gs.Intervention(gs.Chain(closing, *rest), at)).start(model, optimizer)
+    with pytest.raises(ValueError, match="its own") if fails else nullcontext() as caught:
+        passed = _passed(model)
+        optimizer.step()
+        assert [passed, grad_of(model.w).item()] == (
+            [2.0] * 2 if stage == "backward" else [1.0, 2.0]
+        )
+    if caught is not None:
+        assert caught.value.__notes__ == ["while function acted at site 'w', step 0"]

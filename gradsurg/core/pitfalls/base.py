@@ -57,17 +57,16 @@ class Cell(NamedTuple):
 class AttachmentLike(Protocol):
     """An `Attachment`, as a pitfall sees it; its `steps` are `OptimizerSteps`.
 
-    `start` is the step at which it was attached. `is_compiled` says that the compiled form of the
-    model was, `scaler` is the GradScaler that was given to `attach`. `params_of` a model,
-    with their names and owners, are read once for all that attach or close.
-    `at_first_steps` are called when the first steps have ended. `expect_unmet` enters into the
-    ledger the names at which no site was met, `tell` lets the pitfalls know of a moment,
-    `tell_scaler` the aggregators of a scaler that was found, and `warn_once` warns at once, and
-    once for each `key`.
+    `first_step` is the step at which it was attached. `is_compiled` says that the compiled form of
+    the model was, `scaler` is the GradScaler that was given to `attach`. `params_of` a model, with
+    their names and owners, are read once for all that attach or close. `at_first_steps` are called
+    when the first steps have ended. `enter_unmet` enters into the ledger the names at which no site
+    was met, `tell` lets the pitfalls know of a moment, `warn_unknown_scaler` lets the aggregators
+    warn of a scaler that was found, and `warn_once` warns at once, and once for each `key`.
     """
 
     clock: Clock
-    start: int
+    first_step: int
     ledger: Ledger
     shadow: bool
     processes: int
@@ -80,9 +79,9 @@ class AttachmentLike(Protocol):
     params_of: Callable[[nn.Module], Sequence[Any]]  # Any: `Named`, of a floor above
     at_first_steps: list[Callable[[], None]]
 
-    def expect_unmet(self) -> None: ...
+    def enter_unmet(self) -> None: ...
 
-    def tell_scaler(self) -> None: ...
+    def warn_unknown_scaler(self) -> None: ...
 
     def tell(self, moment: str, *found: object) -> None: ...
 

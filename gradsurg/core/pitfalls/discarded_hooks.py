@@ -45,7 +45,7 @@ class DiscardedHooks(Pitfall):
         A probe of all costs as much as attaching, and a hook that has acted in the last step, or a
         parameter without a gradient, where no steps are counted, needs none.
         """
-        step, is_counted = attachment.clock.step, attachment.clock.step != attachment.start
+        step, is_counted = attachment.clock.step, attachment.clock.step != attachment.first_step
         return {
             param: name
             for (name, *_), param, _ in attachment.params_of(attachment.model)

@@ -45,7 +45,7 @@ class LossScale(Pitfall):
         if scaler is None or attachment.scaler is scaler:
             return
         attachment.scaler = scaler  # for interventions that are added
-        attachment.tell_scaler()
+        attachment.warn_unknown_scaler()
         for operation in attachment.operations:
             if error := operation.intervention.loss_scale_error():
                 text = self.text("loss scale, not given to attach", error=error)

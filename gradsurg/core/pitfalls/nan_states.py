@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Pitfall
+from gradsurg.triggers.base import WHEN
 
 
 class NanStates(Pitfall):
@@ -29,7 +30,7 @@ class NanStates(Pitfall):
             tensors = [
                 (key, tensor)
                 for key, state in attachment.states.items()
-                if key.partition("/")[0] in transforms and not key.endswith("/when")
+                if key.partition("/")[0] in transforms and not key.endswith(WHEN)
                 for tensor in state.values()
                 if type(tensor) is Tensor and not tensor.is_meta
             ]

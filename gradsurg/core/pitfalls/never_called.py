@@ -50,7 +50,7 @@ class NeverCalled(Pitfall):
             self._was_compiled.setdefault(operation, compiling.has_compiled())
 
     def first_steps_ended(self, attachment: AttachmentLike) -> None:
-        attachment.expect_unmet()
+        attachment.enter_unmet()
         for operation in attachment.operations:
             label = operation.label
             entries = attachment.ledger.of(label)
@@ -62,11 +62,11 @@ class NeverCalled(Pitfall):
                 attachment.warn_once(f"{label}: {text}{reason}", key=f"{label} silent")
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
-        attachment.expect_unmet()
+        attachment.enter_unmet()
         reasons = {each.label: self._reason(attachment, each) for each in attachment.operations}
         for label in [*attachment.ledger.sites]:
             reason = reasons.get(label, "")
-            yield from attachment.ledger.warnings(label, attachment.start, reason)
+            yield from attachment.ledger.warnings(label, attachment.first_step, reason)
         for label, reason in reasons.items():
             if not attachment.ledger.of(label):
                 text = "attached, but none of its sites was met: was the model called?"

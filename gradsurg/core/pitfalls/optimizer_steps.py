@@ -106,7 +106,7 @@ class StepHooks(Pitfall):
 
     def _uncounted(self, attachment: AttachmentLike) -> Iterator[str]:
         """Yield a text about triggers whose clock has not advanced since the surgery began."""
-        clock, start = attachment.clock, attachment.start
+        clock, start = attachment.clock, attachment.first_step
         timed = {
             type(each).__name__
             for each in _parts(attachment)
