@@ -187,12 +187,16 @@ class ExampleGradients:
             return [1.0] * len(counts)
         return [sum(counts) / (len(counts) * max(1, count)) for count in counts]
 
-    @cached_property
+    @property
     def shares(self) -> Tensor | None:
         """The share of each example, (n,): the size of an average pass by that of its own.
 
         None if all are 1.
         """
+        return self._shares
+
+    @cached_property
+    def _shares(self) -> Tensor | None:
         if set(self.pass_shares) == {1.0}:
             return None
         pairs = zip(self.pass_shares, self.recorder.records, strict=True)
