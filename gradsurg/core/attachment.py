@@ -1,4 +1,4 @@
-"""An attached surgery: what its hooks share, and the door through which kinds of site reach it."""
+"""An attached surgery: the state that its hooks share, and the `Door` of the kinds of site."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -42,18 +42,23 @@ DETACHED = "the block has ended, and with it the surgery: attach it again"
 class Attachment:
     """An attached surgery, as its hooks and the kinds of site see it.
 
+    Terms: a place (`Place`) is a spot where a gradient passes, a site is the string that names it,
+    and a thing is its module or parameter. An `Operation` is one intervention while it is attached;
+    an aggregator has none. Names are near if a selector may pick places there. A place is picked if
+    an operation acts there. It is met once the operation has found it, with a `SiteHook` or with a
+    reason why no gradient comes, and placed once a kind was given its hook to register.
+
     PyTorch's hooks hold this object, which holds the model weakly: the handle of the user can be
     dropped, and so can the model. The attachment and its hooks refer to one another until `close`.
 
     It is the `Door` of `sites.places`: by its methods a `Kind` asks which hook acts at a place.
     PyTorch gets one hook there, a `Joint`, which calls the `SiteHook` of each intervention in
-    order. Names are near if a selector may pick places there. A place is picked if an intervention
-    acts there, met once that has a `SiteHook` for it, and placed once PyTorch holds the hook.
+    order.
 
     `rank` is the number of this process among `processes`, and 0 of 1 without torch.distributed.
     """
 
-    params_of = staticmethod(params_of)  # for pitfalls, which are on a floor below
+    params_of = staticmethod(params_of)  # for `core/pitfalls`, which may not import `sites`
 
     def __init__(
         self,
@@ -72,18 +77,18 @@ class Attachment:
     ) -> None:
         self._model: ref[nn.Module] | None = ref(model)  # None once the surgery is detached
         self.effects, self.clock = effects, clock or Clock()
-        # By `label/site` of a link, `label/group` of a link that is a group transform, and, of the
-        # trigger, `label/site/when` with the label of the intervention. The surgery has the same
-        # dict, which is changed in place only.
+        # Keys: `<label of a link>/<site>`; `<label of a link>/group` for a group transform; for a
+        # trigger `<label of the operation>/<site>/when`. The surgery has the same dict, which is
+        # therefore changed in place only.
         self.states = {} if states is None else states
         self.seed, self.conflict_every, self.scaler = seed, conflict_every, scaler
         self.rank, self.processes = rank, processes
         self.shadow = shadow  # effects are measured, and no result is used
         self.is_compiled = is_compiled  # whether `attach` was given the result of torch.compile
-        self.first_step = self.clock.step  # the step at which this block began
+        self.first_step = self.clock.step  # the clock runs on over the blocks of a surgery
         self.backward_scale = 1.0  # the `scale` of the latest `live.backward`
         self.ledger, self.steps = Ledger(), OptimizerSteps()
-        self.leaves = Leaves()  # hooks on inputs that require a gradient, which outlive a graph
+        self.leaves = Leaves()  # hooks on leaf tensors, which stay when a graph is freed
         self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
@@ -96,14 +101,15 @@ class Attachment:
         # Called once by the pitfall `StepHooks`, after the first steps.
         self.at_first_steps: list[Callable[[], None]] = []
         self._stacks: dict[Kind, ExitStack] = {}  # the removals of the hooks of each kind
-        self.stack = ExitStack()  # that of the kind whose `watch` runs now
+        self.stack = ExitStack()  # the entry of `_stacks` for the kind whose `watch` runs now
         self.forward_check = ExitStack()  # the removal of the hook of `expectations.check_places`
         self.shared = Shared(model)  # the numbers of the calls of modules
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         # The caches of `meet` and `picking_at`, emptied whenever the interventions change.
         self._joints: dict[Place, Joint] = {}
         self._picking: dict[Place, list[Operation]] = {}
-        # Two threads may meet a place for the first time: a site gets one `SiteHook` only.
+        # Two threads may meet a place for the first time: a site gets one `SiteHook` only. A second
+        # `Joint` does no harm, so the caches are not read again inside the lock.
         self._lock = RLock()
         effects.begin(self.clock.step)
 
@@ -200,24 +206,24 @@ class Attachment:
         ]
 
     def add(self, *interventions: Intervention) -> None:
-        """Attach interventions, all or none of them; aggregators only when the block begins.
+        """Attach interventions, all or none of the transforms; aggregators at the beginning alone.
 
         After an error aggregators stay entered: `Surgery.start` then closes the whole attachment.
-        Raises LookupError, listing the names, if a selector picks nothing; after the first forward
-        if places are known only then.
+        Raises LookupError, listing the names, if a selector picks nothing. If places are known in a
+        forward only, the first forward raises it.
         """
         operations, labels = [*self.operations], self.labels
         aggregators: list[str] = []
         for intervention in interventions:
             combines = intervention.aggregator is not None
-            # `combines` first: the fields that are asked next follow from a transform.
+            # Most need no check. `combines` first: an aggregator has no `is_checked_at_attach`.
             if combines or self.scaler is not None or intervention.is_checked_at_attach:
                 self.check(intervention, operations)
             labels.append(labels_of(intervention, labels))
             if combines:
-                # Before `_watch`, as `traced` reads it: beside an aggregator none is compiled.
+                # Before `_watch`: beside aggregators `traced` gives no hooks to compiled code.
                 self.aggregators[labels[-1][0]] = intervention
-                aggregators += labels[-1]
+                aggregators.append(labels[-1][0])
                 continue
             operations.append(operation := Operation(self, intervention, labels[-1]))
             if intervention.changed_tensors != "gradients":
@@ -228,7 +234,8 @@ class Attachment:
         before = self.operations
         try:
             self._watch(operations)
-            # Last: forward hooks of an aggregator must see the aliases that those of sites return.
+            # Last: hooks run in order, and an aggregator's must see the outputs that those of
+            # sites return.
             for label in aggregators:
                 self.multi_task.add(label, self.aggregators[label])
                 self.begin_flags(self.aggregators[label])
@@ -237,7 +244,7 @@ class Attachment:
             for each in operations:
                 if each not in before:
                     self.forget(each)
-                    each.close()  # again: `_watch` may have failed before it knew them
+                    each.close()  # again: `_watch` may have failed before it took them over
             raise
 
     def remove(self, operation: Operation) -> None:
@@ -247,8 +254,9 @@ class Attachment:
         self.forget(operation)
 
     def forget(self, operation: Operation) -> None:
-        """Drop the states, the ledger entries without a gradient and the observations."""
+        """Drop the states, the ledger entries that saw no gradient, and the observations."""
         for key in [*self.states]:
+            # States of triggers have the label of the operation, those of links their own.
             if key.partition("/")[0] in (operation.label, *operation.labels):
                 del self.states[key]
         for entry in self.ledger.of(operation.label):
@@ -261,13 +269,13 @@ class Attachment:
         The states of the transforms stay, those of another trigger are dropped.
         """
         self.check(intervention, [each for each in self.operations if each is not operation])
+        observed_modules(intervention.forward_triggers, self.model)  # raises before any change
         trigger = operation.trigger
         if intervention.when is not trigger:
             prefix = f"{operation.label}/"
             for key in [key for key in self.states if key.startswith(prefix)]:
                 if key.endswith(WHEN):
                     del self.states[key]
-        observed_modules(intervention.forward_triggers, self.model)  # raises before any change
         if intervention.operator != operation.intervention.operator:
             # The key of a warning of `pitfalls/accumulation.py`: it may be true of the new one.
             self.warned.discard(f"{operation.label} acts on parts")
@@ -289,7 +297,7 @@ class Attachment:
             # As at attach: `sites.grads` raises for a parameter that no optimizer holds.
             each.is_new = each in at_step
             each.invalidate()  # checks were made with other optimizers
-        try:
+        try:  # the earlier optimizers are let go already: after an error there is none
             for kind in dict.fromkeys(kind for each in at_step for kind in each.kinds):
                 self._watch_kind(kind, self.search_again(kind))
             expectations.check_places(self)
@@ -391,7 +399,7 @@ class Attachment:
                 joint = self._joints[place] = Joint([each.hook_at(place) for each in picking])
         if value is not None and not value.requires_grad:
             self.note_no_gradient(place, NO_GRADIENT)
-            return None  # not cached: the next call may have a gradient
+            return None  # the joint stays cached: the next call may have a gradient
         # The functions that act on this very tensor already, under the site id of another place.
         table = module_hooks.hooks_of(value) if own and value is not None else {}
         if acting := table.values() or acted:

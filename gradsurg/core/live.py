@@ -66,15 +66,16 @@ class Live:
         # Weakly, as the surgery holds this handle: a cycle would wait for the garbage collector.
         self._take_back = WeakMethod(surgery.take_back)
         self.dropped_warning: list[str] = []
-        """The warning of an `attach` that was neither entered by `with` nor closed, if any. The
-        finalizer has this very list: it is cleared, never replaced."""
+        """At most one text, put there by `Surgery.attach`, and emitted if this handle is dropped
+        before it is entered or closed. The finalizer has this very list: clear it, never replace
+        it."""
         self._finalizer = finalize(self, _finalize, attachment, self.dropped_warning)
         _open.add(self)
 
     @property
     def ledger(self) -> Ledger:
         """The gradients expected, seen and acted on at each site of each intervention."""
-        self.attachment.enter_unmet()  # first the names at which no site was met
+        self.attachment.enter_unmet()  # which first gets the names at which no site was met
         return self.attachment.ledger
 
     @property
@@ -139,10 +140,11 @@ class Live:
         own hooks. Without an aggregator there is one backward of the sum.
 
         With `aggregate=False` the gradients are kept, and added to those of the next call, so that
-        several batches make one step; each may have some of the tasks, unless losses are weighted.
+        several batches make one step. Each may have only some of the tasks, unless losses are
+        weighted.
         Kept gradients are dropped by `discard`, by an error and by a step of the optimizer. With a
         GradScaler, give losses that it has scaled. `scale` multiplies the update, as by the 1/n of
-        a framework that accumulates n batches, and leaves the losses that methods read as they are.
+        a framework that accumulates n batches; the losses that aggregators read are not scaled.
         `retain_graph` is that of `Tensor.backward`.
 
         Raises TypeError or ValueError for an invalid loss, for a transform whose state would mix
@@ -169,12 +171,13 @@ class Live:
         return any("labels" in each.intervention.needs for each in self.attachment.operations)
 
     def set_batch(self, **tensors: Tensor) -> None:
-        """Give the batch of the next backward passes, until a step ends: `context.batch`.
+        """Give the batch of the backward passes until the next step, for `context.batch`.
 
-        Any names: `live.set_batch(inputs=x, labels=y)`. Transforms as `Route` read `labels`,
+        Any names: `live.set_batch(inputs=x, labels=y)`. Transforms such as `Route` read `labels`,
         integers (n,) of n examples or (n, time) of their tokens. The tensors are detached, not
         copied, and replace those of an earlier call: call it before each backward pass whose batch
-        is another one. Raises TypeError for anything but tensors, and for other labels.
+        is another one. Raises TypeError for anything but tensors, and for labels of
+        another dtype or without axes.
         """
         self.attachment.check_open()
         for name, tensor in tensors.items():
@@ -208,7 +211,7 @@ class Live:
     def next_epoch(self) -> None:
         """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already.
 
-        Triggers are asked again, as at the begin of a step: some read the number of the epoch.
+        Triggers are asked again, as at the beginning of a step: some read the number of the epoch.
         """
         self.attachment.check_open()
         if self.clock.epoch_length is not None:
@@ -305,7 +308,7 @@ class Live:
             # The warnings walk the modules several times.
             with one_scan(self.attachment.model):
                 warnings = list(end_warnings(self.attachment))
-            # Once all are made, and in the `try`: if a warning is an error, the hooks go as well.
+            # Inside the `try`: if warnings are errors, the hooks are removed all the same.
             _warn(warnings)
         finally:
             self.abort()
@@ -314,7 +317,7 @@ class Live:
         """Remove all hooks without a warning, as after an error, and at the end of `close`."""
         if (take_back := self._take_back()) is not None:  # None if the surgery is gone
             take_back(self)  # first, as it reads the interventions of the open attachment
-        self.dropped_warning.clear()  # the finalizer would tell it
+        self.dropped_warning.clear()  # the finalizer would emit it
         self._finalizer()
         self._model = None
 
@@ -328,7 +331,7 @@ class Live:
         return self.attachment
 
     def _find(self, label: str) -> Operation:
-        """The intervention with this label, or with a link of this label.
+        """The operation of the intervention with this label, or with a link of this label.
 
         Raises LookupError, with the nearest label, if there is none, ValueError for an aggregator.
         """

@@ -51,11 +51,13 @@ class SiteHook:
     Autograd calls `call` alone: it maps a gradient to the new one, or to None if it is unchanged.
     Besides the gradient, a kind of site hands over those arguments that the `Operation` asks for.
 
-    A configuration is an object that `Operation.set` replaces at each change; it is compared by
-    `is`. Its first gradient takes the slow path, `run_checked`, which checks the result in full.
-    Later ones take the fast path in `in_order`, as long as `checked_configuration` is the
-    operation's `open_configuration`. That is None in steps in which the trigger must be asked at
-    each gradient, or does not fire, or in which the transform needs more than the gradient.
+    A configuration is an empty object, a new one after each `Operation.set`, compared by `is`. The
+    first gradient that a site sees under it takes the slow path, `run_checked`, which checks the
+    result in full. Later ones take the fast path, as long as `checked_configuration` is the
+    operation's `open_configuration`: `run_links` without the full check, or, for a single trusted
+    transform without state, the lines in `in_order`. `open_configuration` is None in steps in
+    which the trigger must be asked at each gradient, or does not fire, or in which the transform
+    needs more than the gradient.
     """
 
     __slots__ = (
@@ -139,9 +141,7 @@ class SiteHook:
             for key in keys:
                 states.pop(key, None)
             states |= before
-            self.checked_configuration = (
-                UNCHECKED  # the slow path makes a state that is missing again
-            )
+            self.checked_configuration = UNCHECKED  # the states are others: check the next result
             self.shapes = [None] * len(self.contexts)
 
     def forget_steps(self) -> None:
@@ -173,6 +173,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_configuration is UNCHECKED:
+            # Perhaps more than once: until a dense gradient was checked, and after each reset.
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.

@@ -48,7 +48,7 @@ class Surgery:
             sorted(interventions, key=lambda item: item.aggregator is not None)
         )
         self.seed = seed
-        self._clock = Clock()
+        self._clock = Clock()  # a second block goes on counting
         self._states: dict[str, TransformState] = {}
         self._live: Live | None = None
         self.was_attached = False  # read by `comparison.py`
@@ -143,16 +143,16 @@ class Surgery:
 
         Effects are measured every `effects_every` steps, never if 0. The conflict of several tasks
         is measured in each such step whose number is a multiple of `conflict_every`. With `shadow`
-        effects are measured, and gradients stay unchanged; an intervention whose transform has no
-        state and whose trigger is `Always` then counts nothing in steps that are not measured.
+        effects are measured, and gradients stay unchanged. To save time, the ledger then counts
+        only measured steps of a transform without a state whose trigger is `Always`.
 
         Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
         on the scale is then refused at stages with scaled gradients. A scaler that was not passed
         is noticed, with a warning, at the first optimizer step.
 
         Used without `with`, the surgery stays attached until `live.close()`, as by `start`. If that
-        is never called, a warning names the line of this call once the handle is dropped, or when
-        the program ends.
+        is never called, a warning names the line of this call once the handle and the surgery are
+        dropped, or when the program ends.
 
         Raises LookupError, listing the names, if a selector matches nothing; the first forward
         raises it if sites are known only then.
@@ -225,7 +225,7 @@ class Surgery:
             Effects(effects_every),
             self._clock,
             self._states,
-            # In shadow no result is used, so the processes may differ.
+            # In shadow no result is used, so the processes may differ, and need not communicate.
             seed=self.seed if processes == 1 or shadow else self._seed_of_processes(),
             rank=distributed.get_rank() if processes > 1 else 0,
             processes=processes,
@@ -240,18 +240,19 @@ class Surgery:
             if optimizer is not None:
                 attachment.bind(optimizer, clock)
             attachment.add(*items)
-            self._live = live  # last: it must not seem attached after an error
+            self._live = live  # after all that may raise: it must not seem attached then
             self.was_attached = True
             undo.pop_all()
         return live
 
     def _seed_of_processes(self) -> int:
-        """The seed of this process, or that of process 0, a collective call, if all must be equal.
+        """The seed to use: the seed of process 0 where all must agree, otherwise our own.
 
-        They must be if there is an aggregator, or if a transform or a trigger draws at gradients
-        that DDP has averaged: the parameters of the processes would differ otherwise.
+        All must agree if there is an aggregator, or if a transform or a trigger draws at gradients
+        that DDP has averaged: the parameters of the processes would differ otherwise. Then it is a
+        collective call.
         """
-        draws = any(
+        must_agree = any(
             item.aggregator is not None
             or (
                 item.stage in AVERAGED
@@ -262,7 +263,7 @@ class Surgery:
             )
             for item in self._interventions
         )
-        return cast(int, of_first_process(self.seed)) if draws else self.seed
+        return cast(int, of_first_process(self.seed)) if must_agree else self.seed
 
     def plan(self, model: nn.Module, example_input: Any = None) -> str:
         """Return a plan of the hooks: sites, stages and size of the state; attach nothing.
@@ -302,6 +303,7 @@ class Surgery:
                 f"this state is of {state.get('transforms')}, the surgery is {self._signature()}"
             )
         step, states = state.get("step"), state.get("states")
+        # Earlier versions saved neither of these three.
         epoch, flags = state.get("epoch", 0), state.get("flags", {})
         backwards = state.get("backwards", 0)
         if (
@@ -321,10 +323,11 @@ class Surgery:
             self._live.attachment.load_states()
 
     def _signature(self) -> list[str]:
+        # Triggers and the seed may differ.
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
 
     def take_back(self, live: Live) -> None:
-        """Take over the interventions of a handle that is closed."""
+        """Keep the interventions of a handle as it closes, and be detached."""
         if self._live is live:
             self._interventions = live.interventions
             self._live = None
