@@ -25,7 +25,7 @@ ROOMS = {
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4248),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7988),
-    "report": (("report",), 5681),
+    "report": (("report",), 5685),
     "stats": (("stats.py",), 603),
     "reproduce": (("reproduce",), 1945),
     "script": (("script",), 2317),
