@@ -11,13 +11,14 @@ from torch import Tensor
 from gradsurg.core.checks import check_dense, check_result
 from gradsurg.core.intervention import Facts
 from gradsurg.core.operation import Operation
-from gradsurg.core.site_hook import SiteHook, without_autocast, without_graph
+from gradsurg.core.site_hook import UNCHECKED, SiteHook, without_autocast, without_graph
 from gradsurg.effects.effects import Effects
 from gradsurg.sites.places import Ask, ListedFn, Place, ReadTensor
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     SKIPPED,
     GroupTransform,
+    Scaling,
     Scope,
     TransformContext,
     TransformState,
@@ -60,13 +61,39 @@ class ListHook:
         pairs = zip(self.hooks, self.gradients, strict=True)
         return [partial(_call_with_gradient, hook, read) for hook, read in pairs]
 
-    @property
-    def scalers(self) -> list[Callable[[Tensor], bool]]:
-        """The function of each place that scales the `.grad` of its parameter in place, if it can.
+    def factors(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | float | None] | None:
+        """Return the factor of each gradient, if to multiply by it is all there is to do.
 
-        They return False for what is left to `calls`.
+        That is so for a single `Scaling` transform of gradsurg that acts on each gradient of this
+        step and is not measured. Otherwise return None.
         """
-        return [hook.scale_grad for hook in self.hooks]
+        operation = self.operation
+        link, *others = operation.links
+        transform, configuration = link.transform, operation.open_configuration
+        if (
+            not isinstance(transform, Scaling)
+            or not link.is_trusted
+            or others
+            or configuration is None
+            or operation.sampling
+            or operation.attachment.shadow
+            or autograd.any_autocast()
+        ):
+            return None
+        pairs = zip(self.hooks, grads, strict=True)
+        given = [(hook, grad) for hook, grad in pairs if grad is not None]
+        present = [grad for _, grad in given]
+        if any(grad.layout is not torch.strided for grad in present):
+            return None
+        for hook, grad in given:
+            hook.entry.fired += 1
+            if hook.checked_configuration is UNCHECKED:
+                operation.attachment.tell("first_gradient", hook)
+                hook.checked_configuration = configuration  # a product needs no check
+            hook.begin_call(0, grad)
+        contexts = [hook.contexts[0] for hook, _ in given]
+        factors = iter(transform.factors(present, contexts)) if present else iter(())
+        return [None if grad is None else next(factors) for grad in grads]
 
     @property
     def is_new(self) -> bool:

@@ -20,7 +20,6 @@ from gradsurg.sites.places import AVERAGED, Ask, SiteFn
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     LayerCall,
-    Scaling,
     TransformContext,
     TransformState,
     acts_on_values,
@@ -276,29 +275,6 @@ class SiteHook:
             states[self.keys[index]] = without_graph(state)
         # `where`, not `if`: reading `fires` would wait for the device.
         return result if fires is None or result is grad else torch.where(fires, result, grad)
-
-    def scale_grad(self, param: Tensor) -> bool:
-        """Multiply `.grad` by the factor of the transform in place, if nothing else holds it.
-
-        Return whether it did: only where the fast path is open, and nothing measures the result.
-        """
-        operation, transform = self.operation, self.operation.links[0].transform
-        if (
-            not isinstance(transform, Scaling)
-            or self.fast_args is None
-            or self.checked_configuration is not operation.open_configuration
-            or operation.sampling
-            or operation.attachment.shadow
-            or autograd.any_autocast()
-            or not autograd.owns_grad(param)
-        ):
-            return False
-        grad = param.grad
-        assert grad is not None
-        self.entry.fired += 1
-        self.begin_call(0, grad)
-        grad.mul_(transform.factor(grad, self.contexts[0]))
-        return True
 
     def _state_before(self, index: int, grad: Tensor) -> TransformState:
         """The state of a link; made for this gradient if there is none, checked to fit it else."""

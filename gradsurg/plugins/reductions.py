@@ -182,17 +182,20 @@ def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
 
     They are made one at a time, unless all are small.
     """
-    is_small = factors.numel() == 1 and sum(grad.numel() for grad in grads) <= SMALL
+    is_small = factors.numel() == 1 and 0 < sum(grad.numel() for grad in grads) <= SMALL
     kinds = {(grad.dtype, grad.device) for grad in (factors, *grads)}
     if is_small and len(kinds) == 1 and not autograd.in_functorch():
         yield from autograd.foreach_mul(list(grads), factors.reshape(()))
         return
     own, alike = factors.expand(len(grads)).unbind(), len(kinds) == 1
     for grad, factor in zip(grads, own, strict=True):
-        if alike:  # without the calls that would change nothing
-            yield grad * factor
-        else:
-            yield (widened(grad) * factor.to(grad.device)).to(grad.dtype)
+        # Where they are alike, without the calls that would change nothing.
+        yield grad * factor if alike else multiplied(grad, factor.to(grad.device))
+
+
+def multiplied(grad: Tensor, factor: Tensor | float) -> Tensor:
+    """Return a gradient times a factor, computed in float32 or wider, in its own dtype."""
+    return (widened(grad) * factor).to(grad.dtype)
 
 
 def mean(grad: Tensor, per: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from gradsurg.plugins.reductions import multiplied
 from gradsurg.sites.places import Door, Kind, ListedFn, Named, Place, PlacesHook, ReadTensor
 from gradsurg.sites.step_hooks import Act, StepActions
 from gradsurg.torch_internals import autograd
@@ -143,10 +144,10 @@ def actor(hook: PlacesHook, access: Access = PLAIN) -> Act:
     A transform of single tensors gets one after the other, a group transform all of them.
     """
     hook.values = readers(hook, access.value)
-    if hook.scope == "group":
-        return partial(_act_together, hook, access)
-    act = partial(_act_on_each, hook.calls, access)
-    return partial(_scale_or_act, hook.scalers, act) if access is PLAIN else act
+    is_group = hook.scope == "group"
+    act = partial(_act_together, hook) if is_group else partial(_act_on_each, hook.calls)
+    act = partial(act, access)
+    return partial(_scale_or_act, hook, act) if access is PLAIN else act
 
 
 def readers(hook: PlacesHook, read: Callable[[Any], Tensor | None]) -> list[ReadTensor]:
@@ -181,12 +182,19 @@ def _act_on_each(calls: Sequence[ListedFn], access: Access, *params: Tensor | No
                     write(param, result)
 
 
-def _scale_or_act(
-    scalers: Sequence[Callable[[Tensor], bool]], act: Act, *params: Tensor | None
-) -> None:
-    """Multiply the `.grad`s that may be written to in place; act on the other parameters."""
-    pairs = zip(params, scalers, strict=True)
-    act(*[None if param is None or scale(param) else param for param, scale in pairs])
+def _scale_or_act(hook: PlacesHook, act: Act, *params: Tensor | None) -> None:
+    """Multiply each `.grad` by its factor, in place where nothing else holds it; else act."""
+    factors = hook.factors([None if param is None else param.grad for param in params])
+    if factors is None:
+        act(*params)
+        return
+    for param, factor in zip(params, factors, strict=True):
+        if param is None or factor is None:
+            continue
+        if autograd.owns_grad(param):
+            cast(Tensor, param.grad).mul_(factor)
+        else:
+            param.grad = multiplied(cast(Tensor, param.grad), factor)
 
 
 def _act_together(hook: PlacesHook, access: Access, *params: Tensor | None) -> None:

@@ -1,8 +1,9 @@
 """All access to private objects of PyTorch; each has a test.
 
 `private`, `lookup` and `needs` report an object that a version of PyTorch lacks, and only when it
-is used. A path is a module and a name in it, as `torch.nn:Module._call_impl`. A path for `needs`
-may also name an instance attribute that `__init__` sets, or a local variable of a function.
+is used; `exists` tells whether it is there, for code that can do without. A path is a module and a
+name in it, such as `torch.nn:Module._call_impl`. A path for `needs` and `exists` may also name an
+instance attribute that `__init__` sets, or a local variable of a function.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def lookup(path: str) -> Any:  # Any: PyTorch declares no types for these
 
 def private(path: str) -> Any:  # Any: as above
     """Return a private object of PyTorch; if it is missing, an object that raises when used."""
-    return lookup(path) if _exists(path) else _Missing(path)
+    return lookup(path) if exists(path) else _Missing(path)
 
 
 def needs(*paths: str) -> Callable[[Function], Function]:
@@ -35,7 +36,7 @@ def needs(*paths: str) -> Callable[[Function], Function]:
     If one is missing, the decorated function raises RuntimeError when it is called; otherwise the
     decorator returns the function itself, so that calls cost nothing.
     """
-    missing: list[Any] = [_Missing(path) for path in paths if not _exists(path)]
+    missing: list[Any] = [_Missing(path) for path in paths if not exists(path)]
     return lambda function: missing[0] if missing else function
 
 
@@ -55,7 +56,8 @@ class _Missing:
         self()
 
 
-def _exists(path: str) -> bool:
+def exists(path: str) -> bool:
+    """Whether this version of PyTorch has a private object."""
     module, _, names = path.partition(":")
     try:
         owner: Any = import_module(module)

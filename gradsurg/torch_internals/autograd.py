@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.torch_internals import needs, private
+from gradsurg.torch_internals import exists, needs, private
 
 foreach_norm = private("torch:_foreach_norm")
 foreach_mul = private("torch:_foreach_mul")
@@ -224,9 +224,13 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 _storage_holders: Callable[[int], int] = private("torch._C:_storage_Use_Count")
+_counts_holders = (
+    exists("torch._C:_storage_Use_Count")
+    and exists("torch:Tensor._use_count")
+    and exists("torch:UntypedStorage._cdata")
+)
 
 
-@needs("torch:Tensor._use_count", "torch:UntypedStorage._cdata")
 def _holders(param: torch.Tensor) -> tuple[int, int, int]:
     """How many objects of Python, tensors and storages refer to a gradient and to its memory."""
     grad: Any = param.grad  # Any: PyTorch does not declare the count
@@ -244,9 +248,12 @@ def _of_one_holder() -> tuple[int, int, int]:
 def owns_grad(param: torch.Tensor) -> bool:
     """Whether nothing but the parameter holds its gradient, so that it may be written to.
 
-    A view, a NumPy array, a graph that has saved it or a bucket of DDP holds its memory.
+    A view, a NumPy array, a graph that has saved it or a bucket of DDP holds its memory. False if
+    this version of PyTorch does not count the holders.
     """
-    return _is_writable(param.grad) and _holders(param) == _of_one_holder()
+    if not (_counts_holders and _is_writable(param.grad)):
+        return False
+    return _holders(param) == _of_one_holder()
 
 
 def _is_writable(grad: torch.Tensor | None) -> bool:

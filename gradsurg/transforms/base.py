@@ -14,7 +14,7 @@ from pydantic import BeforeValidator
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradsurg.plugins.reductions import widened
+from gradsurg.plugins.reductions import scaled
 from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks
 
@@ -357,18 +357,17 @@ class Stateless(Transform):
         return self.apply(grad, context), state
 
 
-class Scaling(Stateless):
-    """Transform without state that multiplies the gradient: subclasses implement `factor` alone.
+class Scaling(Transform):
+    """Transform without state that multiplies each gradient by a factor.
 
-    At `step` a gradient that nothing else holds is multiplied in place.
+    At `step`, gradients that nothing else holds are multiplied in place.
     """
 
     @abstractmethod
-    def factor(self, grad: Tensor, context: TransformContext) -> Tensor:
-        """Return the factor in float32 or wider, broadcastable against the gradient."""
-
-    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        return (widened(grad) * self.factor(grad, context)).to(grad.dtype)
+    def factors(
+        self, grads: Sequence[Tensor], contexts: Sequence[TransformContext]
+    ) -> Sequence[Tensor | float]:
+        """Return a factor for each gradient: a number, or a tensor that broadcasts against it."""
 
 
 class GroupTransform(Transform):
@@ -410,6 +409,25 @@ class GroupTransform(Transform):
     ) -> tuple[Tensor, TransformState]:
         (result,), state = self.update_group([grad], state, [context])
         return result, state
+
+
+class JointScaling(GroupTransform, Scaling):
+    """Transform that multiplies all gradients of a group by one number: see `joint_factor`."""
+
+    @abstractmethod
+    def joint_factor(self, grads: Sequence[Tensor]) -> Tensor:
+        """Return the factor, of no dimension."""
+
+    def factors(
+        self, grads: Sequence[Tensor], contexts: Sequence[TransformContext]
+    ) -> Sequence[Tensor]:
+        factor = self.joint_factor(grads)
+        return [factor.to(grad.device) for grad in grads]
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[Iterable[Tensor], TransformState]:
+        return scaled(grads, self.joint_factor(grads)), state
 
 
 class ExampleWeighting(ABC):

@@ -1,24 +1,20 @@
 """ClipGlobalNorm: bound the joint norm of all gradients of a group."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Annotated
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import NormOrder, joint_norm, scaled
-from gradsurg.transforms.base import (
-    ExampleWeighting,
-    GroupTransform,
-    TransformContext,
-    TransformState,
-)
+from gradsurg.plugins.reductions import NormOrder, joint_norm
+from gradsurg.transforms.base import ExampleWeighting, JointScaling, TransformContext
 
 
 @validated
-class ClipGlobalNorm(GroupTransform, ExampleWeighting):
+class ClipGlobalNorm(JointScaling, ExampleWeighting):
     """Scale all gradients of a group by min(1, max_norm / (N + eps)), N their joint p-norm.
 
     Any shapes and dtypes. Zero gradients stay zero, empty tensors stay empty. A NaN or an infinity
@@ -40,13 +36,9 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
     def acts_on_shards(self) -> bool:
         return self.p < inf  # an empty part has no largest entry
 
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[Iterable[Tensor], TransformState]:
+    def joint_factor(self, grads: Sequence[Tensor]) -> Tensor:
         entries = [grad for grad in grads if grad.numel() or self.p < inf]
-        if not entries:
-            return grads, state
-        return scaled(grads, self._scale(joint_norm(entries, self.p))), state
+        return self._scale(joint_norm(entries, self.p)) if entries else torch.ones(())
 
     @property
     def example_bound(self) -> float | None:

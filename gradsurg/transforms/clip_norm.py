@@ -1,5 +1,6 @@
 """ClipNorm: bound the norm of each gradient."""
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated
 
@@ -7,12 +8,12 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import NormOrder, Per, norm
-from gradsurg.transforms.base import Scaling, TransformContext, TransformProperty
+from gradsurg.plugins.reductions import NormOrder, Per, multiplied, norm
+from gradsurg.transforms.base import Scaling, Stateless, TransformContext, TransformProperty
 
 
 @validated
-class ClipNorm(Scaling):
+class ClipNorm(Stateless, Scaling):
     """Bound the p-norm of each gradient: g * min(1, max_norm / (|g| + eps)).
 
     Any shape. |g| is the norm of the tensor, or of each group selected by `per`, and with `mean`
@@ -41,7 +42,15 @@ class ClipNorm(Scaling):
     def acts_on_shards(self) -> bool:
         return self.per == "entry" or (self.per == "tensor" and not self.mean)
 
-    def factor(self, grad: Tensor, context: TransformContext) -> Tensor:
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return multiplied(grad, self._factor(grad))
+
+    def factors(
+        self, grads: Sequence[Tensor], contexts: Sequence[TransformContext]
+    ) -> Sequence[Tensor]:
+        return [self._factor(grad) for grad in grads]
+
+    def _factor(self, grad: Tensor) -> Tensor:
         size = norm(grad, self.per, self.p)
         if self.mean and size.numel():
             size = size / (grad.numel() // size.numel()) ** (1 / self.p)

@@ -1,6 +1,6 @@
 """RescaleGlobalNorm: rescale all gradients of a group to a fixed joint norm."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated
 
@@ -9,16 +9,12 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import joint_norm, scaled
-from gradsurg.transforms.base import (
-    GroupTransform,
-    TransformContext,
-    TransformState,
-)
+from gradsurg.plugins.reductions import joint_norm
+from gradsurg.transforms.base import JointScaling
 
 
 @validated
-class RescaleGlobalNorm(GroupTransform):
+class RescaleGlobalNorm(JointScaling):
     """Scale all gradients of a group by norm / (N + eps), N their joint 2-norm.
 
     Normalized gradient descent of Hazan et al., NeurIPS 2015 (arXiv 1507.02030), algorithm 1;
@@ -39,9 +35,6 @@ class RescaleGlobalNorm(GroupTransform):
     def acts_on_shards(self) -> bool:
         return True
 
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[Iterable[Tensor], TransformState]:
+    def joint_factor(self, grads: Sequence[Tensor]) -> Tensor:
         total = joint_norm(grads)
-        factor = torch.where(total == 0, 1.0, self.norm / (total + self.eps))
-        return scaled(grads, factor), state
+        return torch.where(total == 0, 1.0, self.norm / (total + self.eps))

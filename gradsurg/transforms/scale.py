@@ -1,13 +1,15 @@
 """Scale: multiply the gradient by a number."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Scaling, Stateless, TransformContext, TransformProperty
 
 
 @validated
-class Scale(Stateless):
+class Scale(Stateless, Scaling):
     """Multiply every entry by a number: factor * g.
 
     Any shape. Zero stays zero, NaN stays NaN, an infinity stays infinite (it becomes NaN if the
@@ -32,3 +34,8 @@ class Scale(Stateless):
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad * self.factor
+
+    def factors(
+        self, grads: Sequence[Tensor], contexts: Sequence[TransformContext]
+    ) -> Sequence[float]:
+        return [self.factor] * len(grads)

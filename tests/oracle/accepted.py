@@ -2,9 +2,22 @@
 
 import re
 
+ROUNDING = "closed forms for two tasks and Gramians in float64: other rounding"
+
 ACCEPTED: dict[str, str] = {
     "runs loggers: W&B *report config versions: *": "they name a hash of the source",
     "*: rows: * norm_max is new": "the largest norm of a site, a new number of its effects",
+    "SharedParameters |*differs by up to *e-08": ROUNDING,
+    "SharedParameters |*differs by up to *e-09": ROUNDING,
+    "SharedParameters |*differs by up to *e-10": ROUNDING,
+    "SharedParameters |*: rows: conflicts */cosine/*": ROUNDING,
+    "*: warnings: was at lin_a.weight, now at lin_*": (
+        "a warning of accumulation names the place whose second gradient comes first"
+    ),
+    "* | a transform raises: weights: *": (
+        "weights and updates are written place by place, as gradients are: where a user's "
+        "transform raises, those before it are written"
+    ),
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 

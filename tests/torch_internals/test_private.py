@@ -43,11 +43,13 @@ def test_an_object_that_exists_is_returned_as_it_is() -> None:
 
 
 def paths() -> Iterator[str]:
-    """The paths that the package gives to `private`, `lookup` and `needs`."""
+    """The paths that the package gives to `private`, `lookup`, `needs` and `exists`."""
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             match node:
-                case ast.Call(func=ast.Name(id="private" | "lookup" | "needs"), args=args):
+                case ast.Call(
+                    func=ast.Name(id="private" | "lookup" | "needs" | "exists"), args=args
+                ):
                     yield from (str(arg.value) for arg in args if isinstance(arg, ast.Constant))
 
 
