@@ -61,7 +61,7 @@ def check_app(folder: Path, package: Path, path: str) -> None:
 
 def copied(folder: Path) -> Path:
     """Copy to a folder what a wheel is built of."""
-    for name in ("gradsurg", "conf"):
+    for name in ("gradsurg", "conf", "hydra_plugins"):
         copytree(ROOT / name, folder / name, ignore=ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         copy(ROOT / name, folder)

@@ -6,7 +6,7 @@ ROUNDING = "closed forms for two tasks and Gramians in float64: other rounding"
 
 ACCEPTED: dict[str, str] = {
     "runs loggers: W&B *report config versions: *": "they name a hash of the source",
-    "*: rows: * norm_max is new": "the largest norm of a site, a new number of its effects",
+    "*norm_max is new": "the largest norm of a site, a new number of its effects",
     "SharedParameters |*differs by up to *e-08": ROUNDING,
     "SharedParameters |*differs by up to *e-09": ROUNDING,
     "SharedParameters |*differs by up to *e-10": ROUNDING,
