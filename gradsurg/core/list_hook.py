@@ -76,8 +76,6 @@ class ListHook:
             or others
             or configuration is None
             or operation.sampling
-            or operation.attachment.shadow
-            or autograd.any_autocast()
         ):
             return None
         pairs = zip(self.hooks, grads, strict=True)

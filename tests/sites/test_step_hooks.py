@@ -17,6 +17,7 @@ import gradsurg as gs
 from gradsurg.sites.updates import MatchedUpdates
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Transform, TransformContext
+from gradsurg.triggers.base import Trigger
 from tests.nets import attached, backward, num_hooks, sgd, small, train, weights
 from tests.sites.points import UserGroup, calls_of
 
@@ -428,6 +429,65 @@ def test_a_gradient_is_scaled_in_place_only_if_nothing_else_holds_it(
             if isinstance(held, np.ndarray | Tensor) and holder != "a graph":
                 assert torch.as_tensor(held).equal(before[1:] if holder == "a view" else before)
         assert [entry.fired for entry in live.ledger] == [3]
+
+
+class OwnScale(gs.Scale):
+    """One of a user, who overrides `apply` alone."""
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return grad * self.factor**2
+
+
+@pytest.mark.parametrize(
+    ("transform", "shadow", "when", "factors"),
+    [
+        (gs.Chain(gs.Scale(0.5), gs.Scale(0.5)), False, gs.Always(), [0.25, 0.25]),
+        (OwnScale(0.5), False, gs.Always(), [0.25, 0.25]),
+        (gs.Scale(0.5), True, gs.Always(), [1.0, 1.0]),
+        (gs.Scale(0.5), False, gs.Steps(start=1), [1.0, 0.5]),
+    ],
+    ids=["chain", "of a user", "shadow", "trigger"],
+)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_that_are_held_are_replaced_where_a_product_is_not_all(
+    transform: Transform, shadow: bool, when: Trigger, factors: list[float], sparse: bool
+) -> None:
+    model = nn.Embedding(3, 2, sparse=sparse)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    surgery = gs.Surgery(gs.Intervention(transform, STEP, when=when))
+    with surgery.attach(model, optimizer, effects_every=0, shadow=shadow):
+        for factor in factors:
+            optimizer.zero_grad()
+            model(torch.tensor([0, 2, 2])).sum().backward()
+            grad = model.weight.grad
+            assert grad is not None
+            expected = factor * grad.to_dense()
+            optimizer.step()
+            after = model.weight.grad
+            assert after is not None
+            assert after.to_dense().equal(expected)
+            assert (after is grad) == (factor == 1.0)  # held here, it is never written to
+
+
+def test_a_sparse_gradient_that_comes_late_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    with attached(model, gs.ClipNorm(0.5), STEP, optimizer, effects_every=0):
+        for sparse in (False, True):
+            model.weight.grad = torch.ones(2, 2).to_sparse() if sparse else torch.ones(2, 2)
+            with pytest.raises(TypeError, match="weight") if sparse else nullcontext():
+                optimizer.step()
+
+
+def test_of_two_surgeries_that_scale_in_place_one_warns() -> None:
+    model = small()
+    optimizer, scale = sgd(model), gs.Scale(0.5)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="two open surgeries have this intervention"),
+        attached(model, scale, STEP, optimizer, effects_every=0),
+        attached(model, scale, STEP, optimizer, effects_every=0),
+    ):
+        train(model, optimizer, 2)
 
 
 def test_a_gradient_is_replaced_where_pytorch_does_not_count_its_holders(
