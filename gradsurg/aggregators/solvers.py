@@ -63,7 +63,7 @@ def solve_weights(
         norms = sqrt(first), sqrt(second)
         if isfinite(first + second + inner) and min(norms) > 0:
             v = of_two(min(max(inner / norms[0] / norms[1], -1.0), 1.0), *norms)
-            return torch.tensor([v[0] / norms[0], v[1] / norms[1]], dtype=torch.float64)
+            return torch.from_numpy(np.array([v[0] / norms[0], v[1] / norms[1]]))
     rows = _cosines_and_norms(gramian.double().numpy())
     if rows is None:
         return torch.full((count,), torch.nan, dtype=torch.float64)
