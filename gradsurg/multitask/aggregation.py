@@ -8,6 +8,7 @@ from itertools import combinations
 from math import isfinite
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
@@ -382,7 +383,8 @@ class Aggregation:
         return fires
 
     def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
-        values = torch.tensor([*losses.values()], dtype=torch.float64)
+        # `torch.tensor` takes three times as long.
+        values = torch.from_numpy(np.array([*losses.values()], dtype=np.float64))
         clock, seed = self.attachment.clock, self.attachment.seed
         return AggregatorContext(
             clock.step,

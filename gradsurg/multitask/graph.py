@@ -46,7 +46,14 @@ def next_nodes(node: Node) -> list[Node]:
 
 def nodes_of(losses: Iterable[Tensor]) -> KeysView[Node]:
     """Return all autograd nodes of the graphs of the losses."""
-    return reachable([get_gradient_edge(loss).node for loss in losses], next_nodes)
+    nodes = dict.fromkeys(get_gradient_edge(loss).node for loss in losses)
+    pending = list(nodes)
+    while pending:  # as `reachable`, without a call for each node
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in nodes:
+                nodes[node] = None
+                pending.append(node)
+    return nodes.keys()
 
 
 def leaf_of(node: Node) -> Tensor | None:

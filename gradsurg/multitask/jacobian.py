@@ -18,7 +18,12 @@ from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, no
 from gradsurg.multitask.losses import BackwardCall, loss_values
 from gradsurg.multitask.shards import part_of, task_gradients
 from gradsurg.sites.selectors import params_of
-from gradsurg.torch_internals.autograd import version_of
+from gradsurg.torch_internals.autograd import (
+    foreach_add_,
+    foreach_copy_,
+    gradients_of,
+    version_of,
+)
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import preserved
 
@@ -100,10 +105,10 @@ class Jacobian:
         """Increase the number of tasks to `num_tasks`."""
         if self._matrix is not None and num_tasks > len(self._matrix):
             self._matrix = None  # its gradients stay where they are
-        for _ in range(self.num_tasks, num_tasks):
-            self.reached.append(set())
-            self._grads.append({})
-            self._extra_leaves.append({})
+        more = range(self.num_tasks, num_tasks)
+        self.reached += [set() for _ in more]
+        self._grads += [{} for _ in more]
+        self._extra_leaves += [{} for _ in more]
 
     def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
         """Add one gradient of a task for each parameter, None for those that it does not reach."""
@@ -265,18 +270,19 @@ class Jacobian:
 
     def _copied(self, task: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Copy the gradients into the matrix, or add them to those in it; return the others."""
-        rest, is_first = list(grads), not self.reached[task]
-        for index, place in self._places[task].items():
-            grad = grads[index]
-            if grad is not None and not _is_dense(grad):
-                continue
-            if is_first:
-                place.zero_() if grad is None else place.copy_(grad)
-            elif grad is not None:
-                place += grad
-            if grad is not None:
-                self._grads[task][index], rest[index] = place, None
-        return rest
+        places = {
+            index: place
+            for index, place in self._places[task].items()
+            if (grad := grads[index]) is not None and _is_dense(grad)
+        }
+        is_first = not self.reached[task]
+        if is_first and len(places) < len(self._places[task]):
+            self._buffer[task].zero_()
+        if places:
+            put = foreach_copy_ if is_first else foreach_add_
+            put([*places.values()], [grads[index] for index in places])
+        self._grads[task] |= places
+        return [None if index in places else grad for index, grad in enumerate(grads)]
 
     def assemble(
         self, combined: Mapping[int, Tensor], weights: Sequence[float]
@@ -482,7 +488,7 @@ class JacobianBuilder:
         """
         losses = call.losses
         nodes = nodes_of(losses.values())
-        names = {node.name() for node in nodes}
+        names = {kind.__name__ for kind in set(map(type, nodes))}
         if REENTRANT in names:
             raise RuntimeError(
                 "the losses hold a reentrant checkpoint, which allows one backward pass and hides "
@@ -526,13 +532,14 @@ class JacobianBuilder:
     ) -> Sequence[Tensor | None]:
         if self.sharded:
             return task_gradients(loss, leaves, keep_graph)
-        return torch.autograd.grad(loss, leaves, retain_graph=keep_graph, allow_unused=True)
+        return gradients_of(loss, leaves, keep_graph)
 
     def _prepare(self, num_tasks: int, fresh: bool, measuring: bool) -> Jacobian:
         """Return the Jacobian with `num_tasks` rows, empty if `fresh`."""
         jacobian = self._current()
         if fresh or (measuring and jacobian.num_tasks != num_tasks):
-            jacobian.reset(num_tasks)
+            if any(jacobian.reached) or jacobian.num_tasks != num_tasks:
+                jacobian.reset(num_tasks)
         elif not jacobian.num_tasks:
             raise ValueError(
                 "the parameters that require a gradient have changed between two live.backward "
