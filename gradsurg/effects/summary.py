@@ -139,9 +139,7 @@ def first_nonfinite(rows: Iterable[Row]) -> Row | None:
 def _finite(row: Row) -> Finite:
     """Return the finite numbers of a row, and the ratio of its norms."""
     known: Finite = {
-        name: value
-        for name, value in row.items()
-        if isinstance(value, REAL) and isfinite(value)
+        name: value for name, value in row.items() if isinstance(value, REAL) and isfinite(value)
     }
     before, after = (known.get(name) for name in NORMS)
     if before and after is not None:

@@ -46,7 +46,7 @@ def next_nodes(node: Node) -> list[Node]:
 
 def nodes_of(losses: Iterable[Tensor]) -> KeysView[Node]:
     """Return all autograd nodes of the graphs of the losses."""
-    nodes = dict.fromkeys(get_gradient_edge(loss).node for loss in losses)
+    nodes = dict.fromkeys(loss.grad_fn or get_gradient_edge(loss).node for loss in losses)
     pending = list(nodes)
     while pending:  # as `reachable`, without a call for each node
         for node, _ in pending.pop().next_functions:

@@ -292,13 +292,12 @@ class Jacobian:
         `combined` holds those of the shared parameters; all others are the weighted sums over the
         tasks.
         """
-        result = {self.params[index]: grad for index, grad in combined.items()}
+        of_params: dict[int, Tensor] = dict(combined)
+        of_extra: dict[Tensor, Tensor] = {}
         for weight, grads, extra in zip(weights, self._grads, self._extra_leaves, strict=True):
-            of_params = {self.params[index]: grad for index, grad in grads.items()}
-            for leaf, grad in (of_params | extra).items():
-                weighted = grad if weight == 1 else grad * weight
-                result[leaf] = result[leaf] + weighted if leaf in result else weighted
-        return result
+            _add(of_params, grads.items(), weight)
+            _add(of_extra, extra.items(), weight)
+        return {self.params[index]: grad for index, grad in of_params.items()} | of_extra
 
     def rows(self) -> dict[str, Tensor]:
         """Return the gradients of all tasks for each parameter (T, *shape), and drop them."""
@@ -360,10 +359,13 @@ def _real(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def _add(total: dict[Key, Tensor], grads: Iterable[tuple[Key, Tensor | None]]) -> None:
+def _add(
+    total: dict[Key, Tensor], grads: Iterable[tuple[Key, Tensor | None]], weight: float = 1.0
+) -> None:
     for key, grad in grads:
         if grad is not None:
-            total[key] = total[key] + grad if key in total else grad
+            weighted = grad if weight == 1 else grad * weight
+            total[key] = total[key] + weighted if key in total else weighted
 
 
 def _is_dense(grad: Tensor) -> bool:
