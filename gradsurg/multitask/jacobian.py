@@ -508,6 +508,7 @@ class JacobianBuilder:
         if self.compiled and (len(tasks) > 1 or not call.last):
             reached = [_reached_params(loss, jacobian.params) for loss in losses.values()]
         leaves = [*jacobian.params, *extra_leaves]
+        gradients = task_gradients if self.sharded else gradients_of
         try:
             for index, (name, loss) in enumerate(losses.items()):
                 keep_graph = measuring or call.retain_graph or index < len(losses) - 1
@@ -516,7 +517,7 @@ class JacobianBuilder:
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
                 restored = _restored(statistics) if measuring or repeated else nullcontext()
                 with call.task(name, self._attachment.clock), restored:
-                    grads = self._gradients(loss, leaves, keep_graph)
+                    grads = gradients(loss, leaves, keep_graph)
                 of_params, of_extra = grads[: len(jacobian.params)], grads[len(jacobian.params) :]
                 if all(grad is None for grad in of_params) and not measuring:
                     raise ValueError(f"losses['{name}']: reaches no parameter of the model")
@@ -528,13 +529,6 @@ class JacobianBuilder:
             jacobian.reset(0)
             raise
         return jacobian
-
-    def _gradients(
-        self, loss: Tensor, leaves: Sequence[Tensor], keep_graph: bool
-    ) -> Sequence[Tensor | None]:
-        if self.sharded:
-            return task_gradients(loss, leaves, keep_graph)
-        return gradients_of(loss, leaves, keep_graph)
 
     def _prepare(self, num_tasks: int, fresh: bool, measuring: bool) -> Jacobian:
         """Return the Jacobian with `num_tasks` rows, empty if `fresh`."""
