@@ -88,7 +88,8 @@ def _summarized(rows: Sequence[Row], sites: Sequence[str]) -> Iterator[Row]:
             yield {"site": f"worst_{name}/{rank}", name: known[index][name]}
     block_of, blocks = _blocks(tuple(sites)), {}
     for row, numbers in zip(rows, known, strict=True):
-        blocks.setdefault(block_of[str(row["site"])], []).append(numbers)
+        if (block := block_of.get(str(row["site"]))) is not None:
+            blocks.setdefault(block, []).append(numbers)
     for block, inside in blocks.items():
         yield {**_over(inside, COMPARED), "site": f"block/{block}"}
 
