@@ -46,6 +46,19 @@ def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_w
     assert line.split()[7:] == [*said, f"{min(ours) / 2:.2f}"]
 
 
+def test_a_method_whose_packages_the_other_library_misses_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def theirs(name: str, count: int) -> object:
+        if name == "CAGrad":
+            raise ImportError
+        return torch.sum
+
+    monkeypatch.setattr(multitask, "theirs", theirs)
+    _, _, line = multitask.times(["CAGrad", "Mean"], ["2x10"], 2).splitlines()
+    assert line.startswith("Mean")
+
+
 @pytest.mark.full
 def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries() -> None:
     _, _, base, helped = start.table(1, ["help"]).splitlines()

@@ -322,17 +322,18 @@ def norm_matched_sums(blocks: Sequence[Block], grads: Sequence[Tensor]) -> list[
 
 
 @dataclass(frozen=True)
-class GramianResult:
-    """The combined gradient of each block, the weights, the next state and the Gramian.
+class AggregationResult:
+    """The combined gradient of each block, and the next state.
 
-    `on_rows` tells whether the weights were computed from nearly dependent rows, `fell_back`
-    whether that took a larger ridge than the first.
+    `weights` and `gramian` are None for aggregators without them. `on_rows` tells whether the
+    weights were computed from nearly dependent rows, `fell_back` whether that took a larger ridge
+    than the first.
     """
 
     grads: list[Tensor]
     state: AggregatorState
-    weights: Tensor
-    gramian: Tensor
+    weights: Tensor | None = None
+    gramian: Tensor | None = None
     on_rows: bool = False
     fell_back: bool = False
 
@@ -344,7 +345,7 @@ def combine_by_gramian(
     context: AggregatorContext,
     scale: float = 1.0,
     drop: bool = False,
-) -> GramianResult:
+) -> AggregationResult:
     """Combine the rows of J, given as blocks of columns and multiplied by a loss `scale`.
 
     `drop` is that of `mapped`, for weights from the Gramian. Raises NotConverged if a solver does
@@ -362,7 +363,7 @@ def combine_by_gramian(
         assert isinstance(aggregator, SolvedOnRows)
         harmless = "non_conflicting" in aggregator.properties
         solution = solve_on_rows(aggregator, blocks, gramian, scale, harmless, context.tasks)
-        return GramianResult(
+        return AggregationResult(
             solution.grads, state, solution.weights, gramian, True, solution.fell_back
         )
     weights, state = checked_update(aggregator, gramian, state, context)
@@ -370,7 +371,7 @@ def combine_by_gramian(
     if mixing is not None:
         grads = [grad * scale for grad in grads]
         state = state if bool(gramian.isfinite().all()) else before
-    return GramianResult(grads, state, weights, gramian)
+    return AggregationResult(grads, state, weights, gramian)
 
 
 def _mixed(

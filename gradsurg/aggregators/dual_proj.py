@@ -46,16 +46,18 @@ class DualProj(Preferring, Weighting, SolvedOnRows):
 
     def weights(self, gramian: Tensor) -> Tensor:
         shares = self.shares(len(gramian))
-        nonzero = shares[gramian.diagonal().numpy() > 0]
 
         def projected(cosines: Array, norms: Array) -> Array:
+            nonzero = self.nonzero_shares(gramian)
             return project_onto_dual_cone(cosines, (nonzero * norms)[None])[0]
 
         def of_two(cosine: float, first: float, second: float) -> tuple[float, float]:
-            first, second = nonzero[0] * first, nonzero[1] * second
+            first, second = float(shares[0]) * first, float(shares[1]) * second
             return max(first, -cosine * second), max(second, -cosine * first)
 
-        on_rows = partial(_projected_rows, shares=nonzero)
+        def on_rows(unit: Array, norms: Array, ridge: float, least: float) -> Array:
+            return _projected_rows(unit, norms, ridge, least, self.nonzero_shares(gramian))
+
         return solve_weights(gramian, projected, 1 / len(gramian), on_rows, of_two)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:

@@ -36,7 +36,7 @@ def _equal_projections_of_two(cosine: float, first: float, second: float) -> tup
 
 
 def _equal_projections(cosines: Array, norms: Array) -> Array:
-    v, met = equiangular(cosines)
+    v, met = equiangular(cosines, np.ones_like(norms))
     shares = v / norms
     total = shares.sum()
     if v @ met <= RANK or abs(total) <= RANK * np.abs(shares).sum():

@@ -63,7 +63,7 @@ def solve_weights(
         norms = sqrt(first), sqrt(second)
         if isfinite(first + second + inner) and min(norms) > 0:
             v = of_two(min(max(inner / norms[0] / norms[1], -1.0), 1.0), *norms)
-            return torch.tensor([v[0] / norms[0], v[1] / norms[1]], dtype=torch.float64)
+            return torch.from_numpy(np.array([v[0] / norms[0], v[1] / norms[1]]))
     rows = _cosines_and_norms(gramian.double().numpy())
     if rows is None:
         return torch.full((count,), torch.nan, dtype=torch.float64)
@@ -145,17 +145,17 @@ def factor(matrix: Array, tolerance: float = RANK) -> Array:
     return vectors[:, kept] * np.sqrt(values[kept])
 
 
-def equiangular(cosines: Array, target: Array | float = 1.0) -> tuple[Array, Array]:
+def equiangular(cosines: Array, target: Array) -> tuple[Array, Array]:
     """Return v = C⁺ t, the direction with cosines to the rows in the ratio of `target`, and C v.
 
     C v is t if the rows are independent, else its least-squares approximation, with the
     minimum-norm v.
     """
     values, vectors = np.linalg.eigh(cosines)
-    kept = values > RANK * values[-1]
-    vectors = vectors[:, kept]
-    sums = (target * np.ones(len(cosines))) @ vectors
-    return vectors @ (sums / values[kept]), vectors @ sums
+    first = values.searchsorted(RANK * values[-1], side="right")  # they ascend
+    vectors = vectors[:, first:]
+    sums = target @ vectors
+    return vectors @ (sums / values[first:]), vectors @ sums
 
 
 def project_onto_dual_cone(cosines: Array, targets: Array) -> Array:

@@ -44,16 +44,20 @@ class UPGrad(Preferring, Weighting, SolvedOnRows):
     tags = frozenset({"non_conflicting", "linear_under_scaling", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
-        nonzero = self.nonzero_shares(gramian)
+        shares = self.shares(len(gramian))
 
         def projected(cosines: Array, norms: Array) -> Array:
+            nonzero = self.nonzero_shares(gramian)
             return (nonzero * norms) @ project_onto_dual_cone(cosines, np.eye(len(norms)))
 
         def of_two(cosine: float, first: float, second: float) -> tuple[float, float]:
-            first, second, removed = nonzero[0] * first, nonzero[1] * second, min(cosine, 0.0)
+            removed = min(cosine, 0.0)
+            first, second = float(shares[0]) * first, float(shares[1]) * second
             return first - removed * second, second - removed * first
 
-        on_rows = partial(_projected_rows, shares=nonzero)
+        def on_rows(unit: Array, norms: Array, ridge: float, least: float) -> Array:
+            return _projected_rows(unit, norms, ridge, least, self.nonzero_shares(gramian))
+
         return solve_weights(gramian, projected, 1 / len(gramian), on_rows, of_two)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:

@@ -19,7 +19,6 @@ NUM_WORST = 3  # sites shown of those that stand out
 NUM_BLOCKS = 6  # of consecutive layers, in a summary
 COUNTS = ("seen", "calls", "bytes", "nonfinite")  # added up over sites; others are averaged
 MEANS = (*(name for name in EFFECT_NAMES if name not in COUNTS), NORM_RATIO.name)
-FINITE = tuple(dict.fromkeys((*COUNTS, *EFFECT_NAMES, LARGEST)))
 LOGGED = ("seen", "calls", *EFFECT_NAMES, LARGEST, NORM_RATIO.name, "bytes")
 REAL = (int, float)
 COMPARED = ("cosine", NORM_RATIO.name)  # by which sites stand out
@@ -87,8 +86,11 @@ def _summarized(rows: Sequence[Row], sites: Sequence[str]) -> Iterator[Row]:
     for name in COMPARED:
         for rank, index in enumerate(_worst(known, name), 1):
             yield {"site": f"worst_{name}/{rank}", name: known[index][name]}
-    for block, members in _blocks(tuple(sites)):
-        inside = [one for row, one in zip(rows, known, strict=True) if row["site"] in members]
+    block_of, blocks = _blocks(tuple(sites)), {}
+    for row, numbers in zip(rows, known, strict=True):
+        if (block := block_of.get(str(row["site"]))) is not None:
+            blocks.setdefault(block, []).append(numbers)
+    for block, inside in blocks.items():
         yield {**_over(inside, COMPARED), "site": f"block/{block}"}
 
 
@@ -137,10 +139,9 @@ def first_nonfinite(rows: Iterable[Row]) -> Row | None:
 
 def _finite(row: Row) -> Finite:
     """Return the finite numbers of a row, and the ratio of its norms."""
-    known: Finite = {}
-    for name in FINITE:
-        if isinstance(value := row.get(name), REAL) and isfinite(value):
-            known[name] = value
+    known: Finite = {
+        name: value for name, value in row.items() if isinstance(value, REAL) and isfinite(value)
+    }
     before, after = (known.get(name) for name in NORMS)
     if before and after is not None:
         known[NORM_RATIO.name] = after / before
@@ -149,7 +150,7 @@ def _finite(row: Row) -> Finite:
 
 def _over(rows: Sequence[Finite], names: Iterable[str]) -> Row:
     # The two means can be compared only if they are over the same sites.
-    both = [row for row in rows if row.keys() >= {*NORMS}] or rows
+    both = [row for row in rows if NORMS[0] in row and NORMS[1] in row] or rows
     values = {
         name: [row[name] for row in (both if name in NORMS else rows) if name in row]
         for name in names
@@ -170,17 +171,17 @@ def _worst(rows: Iterable[Finite], name: str) -> list[int]:
 
 
 @lru_cache(maxsize=8)  # the sites of a transform seldom change between logs
-def _blocks(sites: tuple[str, ...]) -> list[tuple[str, frozenset[str]]]:
-    """The sites of each block of consecutive layers, named by the first and the last one."""
+def _blocks(sites: tuple[str, ...]) -> dict[str, str]:
+    """The block of consecutive layers of each site, named by the first and the last layer."""
     layers: dict[str, list[str]] = {}
     for site in sites:
         # Without a number, as `fc1.weight`, the module is the layer.
         layer = match[0] if (match := LAYER.match(site)) else site.rpartition(".")[0] or site
         layers.setdefault(layer, []).append(site)
     names, count = [*layers], min(len(layers), NUM_BLOCKS)
-    blocks = []
+    block_of: dict[str, str] = {}
     for start, end in pairwise(len(names) * index // count for index in range(count + 1)):
         name = "..".join(dict.fromkeys((names[start], names[end - 1])))
-        members = (site for layer in names[start:end] for site in layers[layer])
-        blocks.append((name, frozenset(members)))
-    return blocks
+        for layer in names[start:end]:
+            block_of |= dict.fromkeys(layers[layer], name)
+    return block_of

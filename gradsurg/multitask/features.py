@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsurg.multitask.graph import leaf_of, next_nodes, reachable
+from gradsurg.multitask.graph import leaf_of, reachable, with_nodes_below
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.selection import names_of
@@ -96,7 +96,8 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
             "does not show where: compile the trunk and the heads apart, or use engine='full'"
         )
     entered_nodes = {edge.node for edge in edges.values()}
-    beneath = reachable(chain.from_iterable(map(next_nodes, entered_nodes)), next_nodes)
+    next_edges = chain.from_iterable(node.next_functions for node in entered_nodes)
+    beneath = with_nodes_below(node for node, _ in next_edges if node is not None)
     _check_heads(heads, beneath)
     nested = not beneath.isdisjoint(entered_nodes)
     joined = any(count > 1 for count in counts.values())

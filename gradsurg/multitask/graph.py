@@ -39,14 +39,21 @@ def reachable(
     return visited.keys()
 
 
-def next_nodes(node: Node) -> list[Node]:
-    """Return the nodes that receive a gradient from `node`."""
-    return [following for following, _ in node.next_functions if following is not None]
-
-
 def nodes_of(losses: Iterable[Tensor]) -> KeysView[Node]:
     """Return all autograd nodes of the graphs of the losses."""
-    return reachable([get_gradient_edge(loss).node for loss in losses], next_nodes)
+    return with_nodes_below(loss.grad_fn or get_gradient_edge(loss).node for loss in losses)
+
+
+def with_nodes_below(start: Iterable[Node]) -> KeysView[Node]:
+    """Return these nodes, and all that receive a gradient from them."""
+    nodes = dict.fromkeys(start)
+    pending = list(nodes)
+    while pending:  # as `reachable`, without a call for each node
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in nodes:
+                nodes[node] = None
+                pending.append(node)
+    return nodes.keys()
 
 
 def leaf_of(node: Node) -> Tensor | None:
@@ -64,7 +71,7 @@ def has_single_use_graph(
     if not compiling.has_compiled():
         return False
     counts = Counter(chain.from_iterable(nodes_of([loss]) for loss in losses))
-    ignored = reachable(below, next_nodes)
+    ignored = with_nodes_below(below)
     return any(
         node.name() == compiling.COMPILED and not compiling.can_run_again(node)
         for node, count in counts.items()

@@ -18,7 +18,12 @@ from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, no
 from gradsurg.multitask.losses import BackwardCall, loss_values
 from gradsurg.multitask.shards import part_of, task_gradients
 from gradsurg.sites.selectors import params_of
-from gradsurg.torch_internals.autograd import version_of
+from gradsurg.torch_internals.autograd import (
+    foreach_add_,
+    foreach_copy_,
+    gradients_of,
+    version_of,
+)
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import preserved
 
@@ -100,10 +105,10 @@ class Jacobian:
         """Increase the number of tasks to `num_tasks`."""
         if self._matrix is not None and num_tasks > len(self._matrix):
             self._matrix = None  # its gradients stay where they are
-        for _ in range(self.num_tasks, num_tasks):
-            self.reached.append(set())
-            self._grads.append({})
-            self._extra_leaves.append({})
+        more = range(self.num_tasks, num_tasks)
+        self.reached += [set() for _ in more]
+        self._grads += [{} for _ in more]
+        self._extra_leaves += [{} for _ in more]
 
     def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
         """Add one gradient of a task for each parameter, None for those that it does not reach."""
@@ -265,18 +270,19 @@ class Jacobian:
 
     def _copied(self, task: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Copy the gradients into the matrix, or add them to those in it; return the others."""
-        rest, is_first = list(grads), not self.reached[task]
-        for index, place in self._places[task].items():
-            grad = grads[index]
-            if grad is not None and not _is_dense(grad):
-                continue
-            if is_first:
-                place.zero_() if grad is None else place.copy_(grad)
-            elif grad is not None:
-                place += grad
-            if grad is not None:
-                self._grads[task][index], rest[index] = place, None
-        return rest
+        places = {
+            index: place
+            for index, place in self._places[task].items()
+            if (grad := grads[index]) is not None and _is_dense(grad)
+        }
+        is_first = not self.reached[task]
+        if is_first and len(places) < len(self._places[task]):
+            self._buffer[task].zero_()
+        if places:
+            put = foreach_copy_ if is_first else foreach_add_
+            put([*places.values()], [grads[index] for index in places])
+        self._grads[task] |= places
+        return [None if index in places else grad for index, grad in enumerate(grads)]
 
     def assemble(
         self, combined: Mapping[int, Tensor], weights: Sequence[float]
@@ -286,13 +292,12 @@ class Jacobian:
         `combined` holds those of the shared parameters; all others are the weighted sums over the
         tasks.
         """
-        result = {self.params[index]: grad for index, grad in combined.items()}
+        of_params: dict[int, Tensor] = dict(combined)
+        of_extra: dict[Tensor, Tensor] = {}
         for weight, grads, extra in zip(weights, self._grads, self._extra_leaves, strict=True):
-            of_params = {self.params[index]: grad for index, grad in grads.items()}
-            for leaf, grad in (of_params | extra).items():
-                weighted = grad if weight == 1 else grad * weight
-                result[leaf] = result[leaf] + weighted if leaf in result else weighted
-        return result
+            _add(of_params, grads.items(), weight)
+            _add(of_extra, extra.items(), weight)
+        return {self.params[index]: grad for index, grad in of_params.items()} | of_extra
 
     def rows(self) -> dict[str, Tensor]:
         """Return the gradients of all tasks for each parameter (T, *shape), and drop them."""
@@ -354,10 +359,13 @@ def _real(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
-def _add(total: dict[Key, Tensor], grads: Iterable[tuple[Key, Tensor | None]]) -> None:
+def _add(
+    total: dict[Key, Tensor], grads: Iterable[tuple[Key, Tensor | None]], weight: float = 1.0
+) -> None:
     for key, grad in grads:
         if grad is not None:
-            total[key] = total[key] + grad if key in total else grad
+            weighted = grad if weight == 1 else grad * weight
+            total[key] = total[key] + weighted if key in total else weighted
 
 
 def _is_dense(grad: Tensor) -> bool:
@@ -482,7 +490,7 @@ class JacobianBuilder:
         """
         losses = call.losses
         nodes = nodes_of(losses.values())
-        names = {node.name() for node in nodes}
+        names = {kind.__name__ for kind in set(map(type, nodes))}
         if REENTRANT in names:
             raise RuntimeError(
                 "the losses hold a reentrant checkpoint, which allows one backward pass and hides "
@@ -500,6 +508,7 @@ class JacobianBuilder:
         if self.compiled and (len(tasks) > 1 or not call.last):
             reached = [_reached_params(loss, jacobian.params) for loss in losses.values()]
         leaves = [*jacobian.params, *extra_leaves]
+        gradients = task_gradients if self.sharded else gradients_of
         try:
             for index, (name, loss) in enumerate(losses.items()):
                 keep_graph = measuring or call.retain_graph or index < len(losses) - 1
@@ -508,7 +517,7 @@ class JacobianBuilder:
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
                 restored = _restored(statistics) if measuring or repeated else nullcontext()
                 with call.task(name, self._attachment.clock), restored:
-                    grads = self._gradients(loss, leaves, keep_graph)
+                    grads = gradients(loss, leaves, keep_graph)
                 of_params, of_extra = grads[: len(jacobian.params)], grads[len(jacobian.params) :]
                 if all(grad is None for grad in of_params) and not measuring:
                     raise ValueError(f"losses['{name}']: reaches no parameter of the model")
@@ -521,18 +530,12 @@ class JacobianBuilder:
             raise
         return jacobian
 
-    def _gradients(
-        self, loss: Tensor, leaves: Sequence[Tensor], keep_graph: bool
-    ) -> Sequence[Tensor | None]:
-        if self.sharded:
-            return task_gradients(loss, leaves, keep_graph)
-        return torch.autograd.grad(loss, leaves, retain_graph=keep_graph, allow_unused=True)
-
     def _prepare(self, num_tasks: int, fresh: bool, measuring: bool) -> Jacobian:
         """Return the Jacobian with `num_tasks` rows, empty if `fresh`."""
         jacobian = self._current()
         if fresh or (measuring and jacobian.num_tasks != num_tasks):
-            jacobian.reset(num_tasks)
+            if any(jacobian.reached) or jacobian.num_tasks != num_tasks:
+                jacobian.reset(num_tasks)
         elif not jacobian.num_tasks:
             raise ValueError(
                 "the parameters that require a gradient have changed between two live.backward "

@@ -23,6 +23,8 @@ from gradsurg.torch_internals import exists, needs, private
 
 foreach_norm = private("torch:_foreach_norm")
 foreach_mul = private("torch:_foreach_mul")
+foreach_add_ = private("torch:_foreach_add_")
+foreach_copy_ = private("torch:_foreach_copy_")
 
 next_sequence_number: Callable[[], int] = private("torch._C._autograd:_get_sequence_nr")
 """The sequence number of the next autograd node made in this thread."""
@@ -101,6 +103,24 @@ running_node: Callable[[], object] = private("torch._C:_current_autograd_node")
 
 
 _run_backward = private("torch.autograd.graph:_engine_run_backward")
+
+
+def gradients_of(
+    loss: torch.Tensor, leaves: Sequence[torch.Tensor], keep_graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """Return the gradient of a scalar by each leaf, None for those that it does not reach.
+
+    The same as `torch.autograd.grad`, which spends a fifth of the time of a small model on checks.
+    """
+    return _run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        keep_graph,
+        False,  # create_graph
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
 
 
 def accumulate(grads: Mapping[torch.Tensor, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ kernel      the sums of effects beside torch.clamp
 compiled    compiled models beside hooks by hand
 examples    gradients of single examples
 multitask   aggregators beside those of TorchJD
+backward    live.backward with two losses beside a plain backward pass
 engines     a step of eight tasks beside a plain step
 telemetry   measurements of gradient conflicts
 start       processes: imports, help, dry run
@@ -19,6 +20,7 @@ import argparse
 from collections.abc import Callable
 
 from scripts.bench import (
+    backward,
     compiled,
     engines,
     examples,
@@ -46,6 +48,7 @@ TABLES: dict[str, tuple[int, Callable[[argparse.Namespace], str]]] = {
         10,
         lambda args: multitask.table(args.rounds, args.only, args.sizes, args.threads),
     ),
+    "backward": (300, lambda args: backward.table(args.rounds)),
     "engines": (3, lambda args: engines.table(args.rounds)),
     "telemetry": (60, lambda args: telemetry.table(args.rounds)),
     "start": (8, lambda args: start.table(args.rounds, args.only)),

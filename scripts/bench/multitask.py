@@ -76,6 +76,7 @@ def lacking() -> str:
 
 
 def theirs(name: str, count: int) -> Callable[[Tensor], Tensor]:
+    """Return the method of TorchJD. Raises ImportError if it needs a package that is missing."""
     made: type = getattr(import_module("torchjd.aggregation"), name)
     match name:
         case "CAGrad":
@@ -110,7 +111,10 @@ def times(chosen: list[str], sizes: list[str], rounds: int) -> str:
             own = getattr(gs, name)(**fields()[name])
             if count < own.least_tasks:
                 continue
-            arms = {"ours": own, "theirs": theirs(name, count)}
+            try:
+                arms = {"ours": own, "theirs": theirs(name, count)}
+            except ImportError:
+                continue
             taken = measured({**arms, "reads": read_twice}, count, width, turns)
             reads = min(taken["ours"]) / min(taken.pop("reads"))
             row = [name, size]

@@ -49,6 +49,8 @@ def test_many_sites_have_few_numbers_whose_names_stay_if_a_site_has_none() -> No
     assert blocks == {path.rpartition("/")[0] for path in numbers if "/block/" in path}
     assert numbers[f"{place}/block/h.3..h.5/norm_ratio"] == 2.25
     assert effects_by_path(rows[30:], rows).keys() <= numbers.keys()
+    # A site that was not seen is in no block.
+    assert effects_by_path(rows, rows[:30])[f"{place}/total/calls"] == 80
 
 
 def test_few_sites_and_those_asked_for_have_numbers_of_their_own() -> None:

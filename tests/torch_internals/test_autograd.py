@@ -1,5 +1,6 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -76,3 +77,19 @@ def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
     for handle in handles:
         handle.remove()
     assert autograd.without_hooks([leaf]) == []
+
+
+def test_gradients_from_the_engine_are_those_of_autograd_grad() -> None:
+    used, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    loss = (used * torch.arange(3.0)).exp().sum()
+    expected, absent = torch.autograd.grad(
+        loss, [used, unused], retain_graph=True, allow_unused=True
+    )
+    for keep_graph in (True, False):
+        found, nothing = autograd.gradients_of(loss, [used, unused], keep_graph)
+        assert nothing is absent is None
+        assert found is not None
+        assert found.equal(expected)
+    assert used.grad is None
+    with pytest.raises(RuntimeError, match="second time"):
+        autograd.gradients_of(loss, [used], keep_graph=False)
