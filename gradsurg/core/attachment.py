@@ -26,7 +26,7 @@ from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import one_scan
-from gradsurg.sites.selectors import params_of
+from gradsurg.sites.selectors import near_in, params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import module_hooks
 from gradsurg.transforms.base import TransformState
@@ -597,8 +597,8 @@ class Attachment:
 
     def things_near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """The modules or parameters among `things` at which a place may be picked."""
-        names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
-        return [named for named in things if any((kind, name) in names for name in named.names)]
+        near = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
+        return near_in(things, kind, near)
 
     def _watch_kind(self, kind: Kind, found: Sequence[Named]) -> None:
         """Remove the hooks of a kind, and register them for the present interventions."""

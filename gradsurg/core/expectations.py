@@ -10,6 +10,7 @@ from gradsurg.core.operation import Operation
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.sites.call_graphs import after_backward, meets_more
 from gradsurg.sites.selection import TRACED
+from gradsurg.sites.selectors import near_in
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
 
@@ -102,7 +103,7 @@ def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
     """Note in the ledger the hooks of others at the places of an intervention."""
     entries = attachment.ledger.of(operation.label)
     for kind in operation.kinds:
-        for names, thing, _ in attachment.things_near(kind, kind.things(attachment.model)):
+        for names, thing, _ in near_in(kind.things(attachment.model), kind, operation.near):
             tables = call_tables(thing) if isinstance(thing, nn.Module) else tensor_tables(thing)
             if kind.reaches_new:  # by hooks for all modules of the process
                 tables = (*tables, *module_hooks.global_hooks())
