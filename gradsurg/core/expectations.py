@@ -38,8 +38,9 @@ def check_places(attachment: "Attachment") -> None:
         return
 
     def ended(module: nn.Module, args: object, output: object) -> None:
-        # A forward that makes a graph: not an evaluation, nor the recomputation of a checkpoint.
-        is_whole = torch.is_grad_enabled() and not autograd.in_backward()
+        # A forward that makes a graph: not an evaluation, nor the recomputation of a checkpoint. A
+        # user's transform may have closed the surgery in it.
+        is_whole = torch.is_grad_enabled() and not autograd.in_backward() and attachment.is_open
         if is_whole and compiling.in_jit_trace():
             # Traced code runs no hooks of modules; a later forward of the model itself is checked.
             for each in waiting:
@@ -50,7 +51,7 @@ def check_places(attachment: "Attachment") -> None:
             handle.remove()
             _check_after_forward(attachment, checked, output)
 
-    handle = attachment.model.register_forward_hook(attachment.shared.untraced(ended))
+    handle = attachment.model.register_forward_hook(attachment.door.shared.untraced(ended))
     attachment.forward_check.callback(handle.remove)
 
 
@@ -61,7 +62,8 @@ def _check_after_forward(
         selector, memory = operation.at, operation.memory
         in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
         # A reentrant checkpoint makes no graph in the forward, and its nodes in the backward pass.
-        may_meet_nodes = attachment.shared.has_graphless and meets_more(output, by_gradient=False)
+        shared = attachment.door.shared
+        may_meet_nodes = shared.has_graphless and meets_more(output, by_gradient=False)
         if selector.count is None:
             # Places were found, and the selector has picked none: its fields are wrong.
             unmet = memory.rejected and not memory.has_picked

@@ -61,29 +61,17 @@ class SiteHook:
     """
 
     __slots__ = (
-        *(
-            "fast_args",
-            "call",
-            "checked_configuration",
-            "contexts",
-            "entry",
-            "drew_nothing",
-            "keys",
-            "operation",
-        ),
-        *("shapes", "slots"),
+        *("call", "checked_configuration", "contexts", "drew_nothing", "entry", "fast_args"),
+        *("keys", "operation", "shapes", "slots"),
     )
 
     def __init__(self, operation: "Operation", site: str, aliases: Sequence[str] = ()) -> None:
         attachment = operation.attachment
         self.operation = operation
         self.entry = attachment.ledger.enter(operation.label, site, aliases)
-        self.checked_configuration: object = (
-            UNCHECKED  # the configuration whose first result passed
-        )
-        self.drew_nothing = (
-            False  # whether the links were called, and drew from no global generator
-        )
+        self.checked_configuration: object = UNCHECKED  # the one whose first result passed
+        # Whether the links were called, and drew from no global generator; `renew` sets it.
+        self.drew_nothing: bool
         # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
         # From here on each list has an entry for each link.
@@ -189,9 +177,7 @@ class SiteHook:
             result = self.run_links(
                 grad, value, on_device, full_check=True, entering=given, layer=layer
             )
-        if (
-            sparse is None
-        ):  # a sparse gradient is converted each time, and proves nothing for others
+        if sparse is None:  # one is converted each time, and proves nothing for others
             self.checked_configuration = operation.configuration
         if result is grad or attachment.shadow:
             return None
@@ -476,7 +462,7 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
         # None, and not the same tensor, for an unchanged gradient: PyTorch then keeps its own.
         return None if result is grad else result
 
-    # `Attachment._without` finds the hooks that act on a tensor in PyTorch's table of its hooks.
+    # `AttachmentDoor` finds the hooks that act on a tensor in PyTorch's table of its hooks.
     vars(call)["hooks"] = hooks
     return call
 

@@ -83,7 +83,9 @@ def test_after_the_block_nothing_refers_to_a_parameter(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)
         with SURGERIES[name]().attach(model, optimizer) as live:
-            _pass(model, live, optimizer)
+            graph, door = _pass(model, live, optimizer), ref(live.attachment.door)
+    assert door() is None  # a graph that still exists asks it for no hook
+    del graph
     assert [getweakrefs(param) for param in model.parameters()] == [[]] * 3
     assert {type(entry.fired_on_device) for entry in live.ledger} <= {int}  # no tensor
     assert live.ledger.table()
