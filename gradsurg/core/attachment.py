@@ -90,7 +90,7 @@ class Attachment:
         self.door = AttachmentDoor(self)  # for the kinds of site
         effects.begin(self.clock.step)
 
-    # What hooks and kinds read.
+    # What hooks and pitfalls read.
 
     @property
     def is_open(self) -> bool:
