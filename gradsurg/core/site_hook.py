@@ -18,13 +18,8 @@ from gradsurg.core.checks import (
 )
 from gradsurg.sites.places import AVERAGED, Ask, SiteFn
 from gradsurg.torch_internals import autograd, random_state
-from gradsurg.transforms.base import (
-    LayerCall,
-    Scaling,
-    TransformContext,
-    TransformState,
-    acts_on_values,
-)
+from gradsurg.transforms.base import Scaling, TransformContext, TransformState, acts_on_values
+from gradsurg.transforms.layer_call import LayerCall
 from gradsurg.triggers.base import WHEN
 
 if TYPE_CHECKING:
