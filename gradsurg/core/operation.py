@@ -295,7 +295,7 @@ class Operation:
             from gradsurg.per_example.recorder import Recorder
 
             recorder = Recorder(model, self.observers)
-            self.examples = ExampleSource(recorder, self.attachment, item.links[0])
+            self.examples = ExampleSource(recorder, item.links[0])
 
     def note(self, text: str) -> None:
         """Record a warning that is told when the surgery ends."""
