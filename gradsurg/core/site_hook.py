@@ -124,8 +124,6 @@ class SiteHook:
             for key in keys:
                 states.pop(key, None)
             states |= before
-            self.checked_configuration = UNCHECKED  # the states are others: check the next result
-            self.shapes = [None] * len(self.contexts)
 
     def forget_steps(self) -> None:
         """Count the calls of a step anew: another step was loaded."""
@@ -156,7 +154,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_configuration is UNCHECKED:
-            # Perhaps more than once: until a dense gradient was checked, and after each reset.
+            # Perhaps more than once: until a dense gradient was checked.
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
