@@ -170,16 +170,12 @@ class SiteHook:
             result = self.run_links(
                 grad, value, on_device, full_check=True, entering=given, layer=layer
             )
-        if sparse is None:  # one is converted each time, and proves nothing for others
+        # A sparse gradient is converted each time, and proves nothing for others.
+        if sparse is None:
             self.checked_configuration = operation.configuration
         if result is grad or attachment.shadow:
             return None
-        if sparse is None:
-            return result
-        indices, shape = sparse.indices(), sparse.shape
-        return torch.sparse_coo_tensor(
-            indices, result, shape, is_coalesced=True, check_invariants=False
-        )
+        return result if sparse is None else _with_values(sparse, result)
 
     def run_links(
         self,
@@ -402,6 +398,13 @@ class Joint:
 
 def _unchanged(*_: object, **__: object) -> None:
     """Leave a gradient as it is, as the `call` of a hook that is closed."""
+
+
+def _with_values(sparse: Tensor, values: Tensor) -> Tensor:
+    """Return a coalesced sparse tensor with other values."""
+    return torch.sparse_coo_tensor(
+        sparse.indices(), values, sparse.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
