@@ -77,8 +77,8 @@ def test_a_surgery_may_be_closed_by_a_transform_in_the_forward() -> None:
 class Halves(nn.Sequential):
     """Returns two tensors, made by one node."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(x).split(2, dim=1)
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(input).split(2, dim=1)
 
 
 def test_a_graph_may_reach_a_new_place_after_the_block() -> None:
