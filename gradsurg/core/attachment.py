@@ -1,34 +1,27 @@
-"""An attached surgery: the state that its hooks share, and the `Door` of the kinds of site."""
+"""An attached surgery: the state that its hooks share, and how its interventions change."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
-from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, ref
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gradsurg.core import expectations
+from gradsurg.core.door import AttachmentDoor
 from gradsurg.core.intervention import Intervention, labels_of
-from gradsurg.core.list_hook import ListHook
 from gradsurg.core.observers import observed_modules
 from gradsurg.core.operation import Operation
-from gradsurg.core.pitfalls import LISTENING, MOMENTS, listening, refusal
+from gradsurg.core.pitfalls import LISTENING, MOMENTS, listening
 from gradsurg.core.pitfalls.base import Pitfall
-from gradsurg.core.site_hook import Joint, SiteHook
-from gradsurg.core.traced import TracedHook, why_it_breaks
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
-from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.calls import Leaves, Shared
-from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import one_scan
 from gradsurg.sites.selectors import params_of
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.torch_internals import module_hooks
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import WHEN, Clock, TensorTrigger, Trigger
 
@@ -40,20 +33,14 @@ DETACHED = "the block has ended, and with it the surgery: attach it again"
 
 
 class Attachment:
-    """An attached surgery, as its hooks and the kinds of site see it.
+    """An attached surgery, as its hooks see it.
 
-    Terms: a place (`Place`) is a spot where a gradient passes, a site is the string that names it,
-    and a thing is its module or parameter. An `Operation` is one intervention while it is attached;
-    an aggregator has none. Names are near if a selector may pick places there. A place is picked if
-    an operation acts there. It is met once the operation has found it, with a `SiteHook` or with a
-    reason why no gradient comes, and placed once a kind was given its hook to register.
+    An `Operation` is one intervention while it is attached; an aggregator has none. The kinds of
+    site ask the `door` for the hook of each place.
 
     PyTorch's hooks hold this object, which holds the model weakly: the handle of the user can be
-    dropped, and so can the model. The attachment and its hooks refer to one another until `close`.
-
-    It is the `Door` of `sites.places`: by its methods a `Kind` asks which hook acts at a place.
-    PyTorch gets one hook there, a `Joint`, which calls the `SiteHook` of each intervention in
-    order.
+    dropped, and so can the model. The attachment, its door and its hooks refer to one another until
+    `close`.
 
     `rank` is the number of this process among `processes`, and 0 of 1 without torch.distributed.
     """
@@ -88,7 +75,6 @@ class Attachment:
         self.first_step = self.clock.step  # the clock runs on over the blocks of a surgery
         self.backward_scale = 1.0  # the `scale` of the latest `live.backward`
         self.ledger, self.steps = Ledger(), OptimizerSteps()
-        self.leaves = Leaves()  # hooks on leaf tensors, which stay when a graph is freed
         self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
@@ -100,20 +86,11 @@ class Attachment:
         self.before_tick: list[Callable[[], None]] = []  # called before a step is counted
         # Called once by the pitfall `StepHooks`, after the first steps.
         self.at_first_steps: list[Callable[[], None]] = []
-        self._stacks: dict[Kind, ExitStack] = {}  # the removals of the hooks of each kind
-        self.stack = ExitStack()  # the entry of `_stacks` for the kind whose `watch` runs now
         self.forward_check = ExitStack()  # the removal of the hook of `expectations.check_places`
-        self.shared = Shared(model)  # the numbers of the calls of modules
-        self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
-        # The caches of `meet` and `picking_at`, emptied whenever the interventions change.
-        self._joints: dict[Place, Joint] = {}
-        self._picking: dict[Place, list[Operation]] = {}
-        # Two threads may meet a place for the first time: a site gets one `SiteHook` only. A second
-        # `Joint` does no harm, so the caches are not read again inside the lock.
-        self._lock = RLock()
+        self.door = AttachmentDoor(self)  # for the kinds of site
         effects.begin(self.clock.step)
 
-    # What hooks and kinds read.
+    # What hooks and pitfalls read.
 
     @property
     def is_open(self) -> bool:
@@ -182,6 +159,10 @@ class Attachment:
         """Warn that a GradScaler is in use that the aggregators do not know."""
         if self.has_multi_task:
             self.multi_task.warn_unknown_scaler()
+
+    def enter_unmet(self) -> None:
+        """Enter into the ledger the near names of all interventions at which no place was met."""
+        expectations.enter_unmet(self)
 
     def tell(self, moment: str, *found: object) -> None:
         """Let the pitfalls that listen at a moment know what was found, and warn of what they say.
@@ -298,8 +279,8 @@ class Attachment:
             each.is_new = each in at_step
             each.invalidate()  # checks were made with other optimizers
         try:  # the earlier optimizers are let go already: after an error there is none
-            for kind in dict.fromkeys(kind for each in at_step for kind in each.kinds):
-                self._watch_kind(kind, self.search_again(kind))
+            kinds = dict.fromkeys(kind for each in at_step for kind in each.kinds)
+            self.door.watch({kind: self.door.search_again(kind) for kind in kinds})
             expectations.check_places(self)
         except BaseException:
             self.steps.close()
@@ -338,14 +319,8 @@ class Attachment:
             return
         # Closes all, also if removing one fails, and the last first: operations before hooks.
         with ExitStack() as stack:
-            for each in (
-                *self._stacks.values(),
-                self.forward_check,
-                self.leaves,
-                self.shared,
-            ):
+            for each in (self.door, self.forward_check, self.steps):
                 stack.callback(each.close)
-            stack.callback(self.steps.close)
             for pitfall in self._pitfalls.values():
                 stack.callback(pitfall.stack.close)
             if self.has_multi_task:
@@ -357,174 +332,14 @@ class Attachment:
         self._model = self.scaler = None
         self.before_tick.clear()
         self.at_first_steps.clear()
-        tables = self._stacks, self._joints, self._picking, self.kept, self._pitfalls
-        for table in (*tables, *self.listeners.values()):
+        for table in (self._pitfalls, *self.listeners.values()):
             table.clear()
+        del self.door
         self.clock.observations.clear()
         self.clock.error, self.clock.batch = None, {}
         self.ledger.settle()
 
-    # The door, for kinds of site.
-
-    def picking_at(self, place: Place) -> list[Operation]:
-        """Return the interventions that pick a place: see `Door.picking_at`."""
-        picking = self._picking.get(place)
-        if picking is None:
-            with self._lock:
-                picking = []
-                for operation in self.operations:
-                    if place.kind not in operation.kinds:
-                        continue
-                    if operation.at.fits(place, operation.memory):
-                        operation.memory.has_picked = True
-                        picking.append(operation)
-                    else:
-                        operation.memory.rejected[place] = None
-                self._picking[place] = picking
-        return picking  # empty for a place that no intervention picks
-
-    def meet(
-        self,
-        place: Place,
-        value: Tensor | None = None,
-        own: bool = False,
-        acted: Sequence[SiteFn] = (),
-    ) -> Joint | None:
-        """Return the hook of a place, None if no intervention acts there: see `Door.meet`."""
-        joint = self._joints.get(place)
-        if joint is None:
-            if not (picking := self.picking_at(place)):
-                return None
-            with self._lock:
-                joint = self._joints[place] = Joint([each.hook_at(place) for each in picking])
-        if value is not None and not value.requires_grad:
-            self.note_no_gradient(place, NO_GRADIENT)
-            return None  # the joint stays cached: the next call may have a gradient
-        # The functions that act on this very tensor already, under the site id of another place.
-        table = module_hooks.hooks_of(value) if own and value is not None else {}
-        if acting := table.values() or acted:
-            joint = self._without(acting, joint)
-        return None if joint is None else joint.mark_placed()
-
-    def meet_shared(self, places: Sequence[Place]) -> Joint | None:
-        """Return the hook of one gradient at several places: see `Door.meet_shared`."""
-        first: dict[Operation, SiteHook] = {}
-        for place in places:
-            for operation in self.picking_at(place):
-                hook = operation.hook_at(place)
-                acting = first.setdefault(operation, hook)  # at the first place that it picks
-                if acting is not hook:
-                    self.ledger.enter(operation.label, acting.entry.site, [hook.entry.site])
-        hooks = [first[each] for each in self.operations if each in first]
-        return Joint(hooks).mark_placed() if hooks else None
-
-    def traced(self, kind: Kind, found: Sequence[Named]) -> dict[nn.Module, TracedHook]:
-        """Return the hooks that compiled code may hold, by module: see `Door.traced`."""
-        operations, hooks = self._at(kind), dict[nn.Module, TracedHook]()
-        # Compiled code neither measures nor counts, and the passes of aggregators pause hooks.
-        if self.effects.every or self.shadow or self.aggregators:
-            return hooks
-        # A container may return the tensor of a child: one place, at which one hook must act. In
-        # eager code PyTorch's table of a tensor's hooks shows it; Dynamo does not trace that.
-        holds_others = any(next(named.owners[0].children(), None) is not None for named in found)
-        if holds_others or any(why_it_breaks(each.intervention) for each in operations):
-            return hooks
-        for named in found:
-            names = {(kind, name) for name in named.names}
-            acting = [each for each in operations if names & each.near]
-            # The calls of a module with several names take them in turn, and compiled code does
-            # not number calls: only an intervention that picks all of its names may act there.
-            if all(names <= each.near for each in acting):
-                place = Place(kind, named.names[:1], ref(named.owners[0]), 0)
-                hooks[named.owners[0]] = hook = TracedHook(acting, place)
-                self.stack.callback(hook.close)
-        return hooks
-
-    def search_again(self, kind: Kind) -> Sequence[Named]:
-        """Return the things of a kind as the model is now: see `Door.search_again`."""
-        # An operation searches all its kinds at once, so the things of its other leaves count too.
-        kinds = dict.fromkeys(each for operation in self._at(kind) for each in operation.kinds)
-        things = {each: each.things(self.model) for each in kinds}
-        for operation in self._at(kind):
-            operation.near = operation.at.search(things, operation.memory)
-        for table in (self._joints, self._picking):
-            for place in [place for place in table if place.kind == kind]:
-                del table[place]
-        return self.things_near(kind, things[kind])
-
-    def meet_all(
-        self, places: Sequence[Place], skip: Callable[[], None] | None = None
-    ) -> list[ListHook]:
-        """Return a hook for each intervention at these places: see `Door.meet_all`."""
-        own: dict[Operation, list[Place]] = {each: [] for each in self.operations}
-        for place in places:
-            self.meet(place)  # marks the hooks as placed
-            for operation in self.picking_at(place):
-                own[operation].append(place)
-        return [ListHook(each, of_it, skip) for each, of_it in own.items() if of_it]
-
-    def note_no_gradient(self, place: Place, why: str) -> None:
-        """Note why no gradient will pass at a place: see `Door.note_no_gradient`."""
-        for operation in self.picking_at(place):
-            operation.met.add((place.kind, place.names[0]))
-            self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
-
-    def note(self, kind: Kind, text: str) -> None:
-        """Record a warning about the interventions at a kind: see `Door.note`."""
-        for operation in self._at(kind):
-            operation.note(text)
-
-    def at_end(self, kind: Kind, check: Callable[[], str]) -> None:
-        """Have `check` called when the surgery ends: see `Door.at_end`."""
-        for operation in self._at(kind):
-            operation.end_checks.append(check)
-            # A kind that watches anew adds its check again.
-            self.stack.callback(operation.end_checks.remove, check)
-
-    @contextmanager
-    def on_shards(
-        self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
-    ) -> Iterator[None]:
-        """In the block the hooks get parts of gradients: see `Door.on_shards`."""
-        with of_shards(group), self.effects.of_shards(group, sizes):
-            yield
-
-    def refuse(self, context: str, kind: Kind, site: str = "", **found: object) -> NoReturn:
-        """Raise the error for a kind in a context: see `Door.refuse`."""
-        operation = self._at(kind)[0]
-        stage: Stage = operation.stage
-        leaf = next(leaf for leaf in operation.leaves if leaf.kind_at(stage) == kind)
-        raise refusal(leaf, context, site, stage, **found)
-
-    # The ledger: near names at which no place was met.
-
-    def enter_unmet(self) -> None:
-        """Enter into the ledger the near names of all interventions at which no place was met."""
-        expectations.enter_unmet(self)
-
     # Helpers.
-
-    def _at(self, kind: Kind) -> list[Operation]:
-        """The interventions at a kind of site."""
-        return [each for each in self.operations if kind in each.kinds]
-
-    def _without(self, acted: Iterable[Callable[..., object]], joint: Joint) -> Joint | None:
-        """The hooks that do not act on a tensor yet; None if all do.
-
-        `acted` are the functions that PyTorch calls for this tensor. The ledger gets the site ids
-        of hooks that are left out as other names of one place. A tensor that was changed in place
-        is not such a case: PyTorch has dropped its hooks, as its gradient is another one.
-        """
-        # Ours have `hooks`, set by `in_order`, inside a `partial` if a value was bound to them.
-        plain = (getattr(function, "func", function) for function in acted)
-        acting = {hook.operation: hook for own in plain for hook in getattr(own, "hooks", ())}
-        for hook in joint.hooks:
-            first = acting.get(hook.operation, hook)
-            if first is not hook:
-                entry, alias = first.entry, hook.entry.site
-                self.ledger.enter(entry.intervention, entry.site, [alias], entry.skipped)
-        left = [hook for hook in joint.hooks if hook.operation not in acting]
-        return joint if len(left) == len(joint.hooks) else Joint(left) if left else None
 
     def check(self, intervention: Intervention, others: Iterable[Operation]) -> None:
         """Raise an error for an intervention that cannot act beside `others`."""
@@ -562,8 +377,6 @@ class Attachment:
         kinds = dict.fromkeys(
             kind for each in (*self.operations, *operations) for kind in each.kinds
         )
-        self._joints.clear()
-        self._picking.clear()
         with one_scan(model):
             things = {kind: kind.things(model) for kind in kinds}
             for operation in operations:
@@ -573,11 +386,10 @@ class Attachment:
                     if operation.intervention.observes:
                         operation.observe(model)
             self.operations = operations
-            for kind in kinds:
-                self._watch_kind(kind, self.things_near(kind, things[kind]))
+            self.door.watch(things)
         # Last: `renew` puts its hooks around all that are registered so far, first and last.
-        if self.shared.threads:
-            self.shared.renew()
+        if self.door.shared.threads:
+            self.door.shared.renew()
         expectations.check_places(self)
         for operation in operations:
             operation.is_new = False
@@ -594,15 +406,3 @@ class Attachment:
                 self._pitfalls[pitfall] = made = pitfall()
                 for moment in LISTENING[pitfall]:
                     self.listeners[moment].append(getattr(made, moment))
-
-    def things_near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
-        """The modules or parameters among `things` at which a place may be picked."""
-        names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
-        return [named for named in things if any((kind, name) in names for name in named.names)]
-
-    def _watch_kind(self, kind: Kind, found: Sequence[Named]) -> None:
-        """Remove the hooks of a kind, and register them for the present interventions."""
-        self._stacks.pop(kind, ExitStack()).close()
-        if found:
-            self.stack = self._stacks[kind] = ExitStack()
-            kind.watch(self, found, self.shared)

@@ -10,6 +10,7 @@ from gradsurg.core.operation import Operation
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.sites.call_graphs import after_backward, meets_more
 from gradsurg.sites.selection import TRACED
+from gradsurg.sites.selectors import near_in
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
 
@@ -37,8 +38,9 @@ def check_places(attachment: "Attachment") -> None:
         return
 
     def ended(module: nn.Module, args: object, output: object) -> None:
-        # A forward that makes a graph: not an evaluation, nor the recomputation of a checkpoint.
-        is_whole = torch.is_grad_enabled() and not autograd.in_backward()
+        # A forward that makes a graph: not an evaluation, nor the recomputation of a checkpoint. A
+        # user's transform may have closed the surgery in it.
+        is_whole = torch.is_grad_enabled() and not autograd.in_backward() and attachment.is_open
         if is_whole and compiling.in_jit_trace():
             # Traced code runs no hooks of modules; a later forward of the model itself is checked.
             for each in waiting:
@@ -49,7 +51,7 @@ def check_places(attachment: "Attachment") -> None:
             handle.remove()
             _check_after_forward(attachment, checked, output)
 
-    handle = attachment.model.register_forward_hook(attachment.shared.untraced(ended))
+    handle = attachment.model.register_forward_hook(attachment.door.shared.untraced(ended))
     attachment.forward_check.callback(handle.remove)
 
 
@@ -60,7 +62,8 @@ def _check_after_forward(
         selector, memory = operation.at, operation.memory
         in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
         # A reentrant checkpoint makes no graph in the forward, and its nodes in the backward pass.
-        may_meet_nodes = attachment.shared.has_graphless and meets_more(output, by_gradient=False)
+        shared = attachment.door.shared
+        may_meet_nodes = shared.has_graphless and meets_more(output, by_gradient=False)
         if selector.count is None:
             # Places were found, and the selector has picked none: its fields are wrong.
             unmet = memory.rejected and not memory.has_picked
@@ -102,7 +105,7 @@ def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
     """Note in the ledger the hooks of others at the places of an intervention."""
     entries = attachment.ledger.of(operation.label)
     for kind in operation.kinds:
-        for names, thing, _ in attachment.things_near(kind, kind.things(attachment.model)):
+        for names, thing, _ in near_in(kind.things(attachment.model), kind, operation.near):
             tables = call_tables(thing) if isinstance(thing, nn.Module) else tensor_tables(thing)
             if kind.reaches_new:  # by hooks for all modules of the process
                 tables = (*tables, *module_hooks.global_hooks())

@@ -274,7 +274,8 @@ class ListHook:
             for context, read in zip(contexts, rows.gradients, strict=True):
                 context.gradient = read()
         if (source := self.operation.examples) is not None:
-            examples = source.of_group([hook.entry.site for hook in rows.hooks], grads)
+            sites = [hook.entry.site for hook in rows.hooks]
+            examples = source.of_group(self.operation.attachment, sites, grads)
             for context in contexts:
                 context.examples = examples
         return contexts

@@ -40,9 +40,7 @@ class Operation:
     is_idle: bool  # whether nothing acts and nothing is counted in this step
     skips_transform: bool  # whether gradients are counted in this step, and none is transformed
     configuration: object  # another object after each change; hooks compare it by `is`
-    open_configuration: (
-        object  # the configuration if hooks may take their fast path in this step, else None
-    )
+    open_configuration: object  # the same if the fast path is open in this step, else None
 
     def __init__(
         self,
@@ -297,7 +295,7 @@ class Operation:
             from gradsurg.per_example.recorder import Recorder
 
             recorder = Recorder(model, self.observers)
-            self.examples = ExampleSource(recorder, self.attachment, item.links[0])
+            self.examples = ExampleSource(recorder, item.links[0])
 
     def note(self, text: str) -> None:
         """Record a warning that is told when the surgery ends."""

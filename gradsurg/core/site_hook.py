@@ -18,12 +18,8 @@ from gradsurg.core.checks import (
 )
 from gradsurg.sites.places import AVERAGED, Ask, SiteFn
 from gradsurg.torch_internals import autograd, random_state
-from gradsurg.transforms.base import (
-    LayerCall,
-    TransformContext,
-    TransformState,
-    acts_on_values,
-)
+from gradsurg.transforms.base import TransformContext, TransformState, acts_on_values
+from gradsurg.transforms.layer_call import LayerCall
 from gradsurg.triggers.base import WHEN
 
 if TYPE_CHECKING:
@@ -60,29 +56,17 @@ class SiteHook:
     """
 
     __slots__ = (
-        *(
-            "fast_args",
-            "call",
-            "checked_configuration",
-            "contexts",
-            "entry",
-            "drew_nothing",
-            "keys",
-            "operation",
-        ),
-        *("shapes", "slots"),
+        *("call", "checked_configuration", "contexts", "drew_nothing", "entry", "fast_args"),
+        *("keys", "operation", "shapes", "slots"),
     )
 
     def __init__(self, operation: "Operation", site: str, aliases: Sequence[str] = ()) -> None:
         attachment = operation.attachment
         self.operation = operation
         self.entry = attachment.ledger.enter(operation.label, site, aliases)
-        self.checked_configuration: object = (
-            UNCHECKED  # the configuration whose first result passed
-        )
-        self.drew_nothing = (
-            False  # whether the links were called, and drew from no global generator
-        )
+        self.checked_configuration: object = UNCHECKED  # the one whose first result passed
+        # Whether the links were called, and drew from no global generator; `renew` sets it.
+        self.drew_nothing: bool
         # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
         # From here on each list has an entry for each link.
@@ -140,8 +124,6 @@ class SiteHook:
             for key in keys:
                 states.pop(key, None)
             states |= before
-            self.checked_configuration = UNCHECKED  # the states are others: check the next result
-            self.shapes = [None] * len(self.contexts)
 
     def forget_steps(self) -> None:
         """Count the calls of a step anew: another step was loaded."""
@@ -172,7 +154,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_configuration is UNCHECKED:
-            # Perhaps more than once: until a dense gradient was checked, and after each reset.
+            # Perhaps more than once: until a dense gradient was checked.
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
@@ -188,18 +170,12 @@ class SiteHook:
             result = self.run_links(
                 grad, value, on_device, full_check=True, entering=given, layer=layer
             )
-        if (
-            sparse is None
-        ):  # a sparse gradient is converted each time, and proves nothing for others
+        # A sparse gradient is converted each time, and proves nothing for others.
+        if sparse is None:
             self.checked_configuration = operation.configuration
         if result is grad or attachment.shadow:
             return None
-        if sparse is None:
-            return result
-        indices, shape = sparse.indices(), sparse.shape
-        return torch.sparse_coo_tensor(
-            indices, result, shape, is_coalesced=True, check_invariants=False
-        )
+        return result if sparse is None else _with_values(sparse, result)
 
     def run_links(
         self,
@@ -401,6 +377,13 @@ def _unchanged(*_: object, **__: object) -> None:
     """Leave a gradient as it is, as the `call` of a hook that is closed."""
 
 
+def _with_values(sparse: Tensor, values: Tensor) -> Tensor:
+    """Return a coalesced sparse tensor with other values."""
+    return torch.sparse_coo_tensor(
+        sparse.indices(), values, sparse.shape, is_coalesced=True, check_invariants=False
+    )
+
+
 def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
     """Return the function that autograd calls for the hooks of one place, which act in order."""
     # A closure: autograd calls it in half the time of a method, and its cells are read faster than
@@ -452,7 +435,7 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
         # None, and not the same tensor, for an unchanged gradient: PyTorch then keeps its own.
         return None if result is grad else result
 
-    # `Attachment._without` finds the hooks that act on a tensor in PyTorch's table of its hooks.
+    # `AttachmentDoor` finds the hooks that act on a tensor in PyTorch's table of its hooks.
     vars(call)["hooks"] = hooks
     return call
 

@@ -77,25 +77,25 @@ class ExampleSource:
     estimate of |G|² is not positive.
     """
 
-    def __init__(self, recorder: Recorder, attachment: "Attachment", transform: Transform) -> None:
-        self.recorder = recorder
-        self.attachment = attachment
+    def __init__(self, recorder: Recorder, transform: Transform) -> None:
+        self.recorder, self._is_checked = recorder, False
         while isinstance(transform, Wrapper):
             transform = transform.of
         self.is_mean = not isinstance(transform, PerSample) or transform.reduction == "mean"
-        self._is_checked = False
         self._examples: ExampleGradients | None = None  # of this step, if it is measured
         self._fresh: list[Tensor] = []  # one tensor a measured step
         self._totals = torch.zeros(len(NUMBERS) + 2, dtype=torch.float64, device="cpu")
 
-    def of_group(self, sites: Sequence[str], grads: Sequence[Tensor]) -> "ExampleGradients":
+    def of_group(
+        self, attachment: "Attachment", sites: Sequence[str], grads: Sequence[Tensor]
+    ) -> "ExampleGradients":
         """Return the gradients of the examples for the parameters with these names.
 
         `grads` are the parameters' own gradients. They are compared with the sum over the examples
         at the first call, and whenever a step has several backward passes. At the first call the
         gradient of the first example is also computed without the others, and compared.
         """
-        if self.attachment.is_scaled:
+        if attachment.is_scaled:
             raise ValueError(
                 "PerSample: gradients of single examples are recorded times the loss scale; use a "
                 "precision that needs no GradScaler, as bfloat16"
@@ -105,7 +105,7 @@ class ExampleSource:
                 "PerSample: no backward pass of the model was recorded in this step: call the "
                 "model itself, with the batch as the first axis of its first tensor"
             )
-        params = params_by_name(self.attachment.model)
+        params = params_by_name(attachment.model)
         of_sites = {site: params[site] for site in sites}
         examples = ExampleGradients(self.recorder, of_sites, grads, self.is_mean)
         if not self._is_checked or len(self.recorder.records) > 1:
@@ -113,9 +113,9 @@ class ExampleSource:
             if not self._is_checked:
                 examples.check_first_example()
                 if doubt := _reduction_doubt(examples, self.is_mean):
-                    self.attachment.warn_once(doubt)
+                    attachment.warn_once(doubt)
             self._is_checked = True
-        self._examples = examples if self.attachment.effects.sampling else None
+        self._examples = examples if attachment.effects.sampling else None
         return examples
 
     def end_step(self) -> None:

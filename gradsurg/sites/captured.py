@@ -220,7 +220,7 @@ class Captured(ModuleSelector):
         return place.call is None or super().picks(place)
 
     def check(self, things: Things, memory: Memory) -> None:
-        found = near_in(things[CAPTURED], self, memory)
+        found = near_in(things[CAPTURED], CAPTURED, memory.near[self])
         if any(isinstance(named.thing, Tensor) and not named.is_frozen for named in found):
             return
         refuse_exported(self, things[CAPTURED], found)

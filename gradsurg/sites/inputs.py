@@ -33,7 +33,8 @@ from gradsurg.sites.tensors import (
     unwritten,
 )
 from gradsurg.torch_internals import autograd, module_hooks
-from gradsurg.transforms.base import LayerCall, Need
+from gradsurg.transforms.base import Need
+from gradsurg.transforms.layer_call import LayerCall
 
 NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
 

@@ -240,8 +240,8 @@ class Nodes(Leaf):
         )
 
     def check(self, things: Things, memory: Memory) -> None:
-        found = things[self.kind_at(memory.stage)]
-        near = near_in(found, self, memory)
+        found = things[kind := self.kind_at(memory.stage)]
+        near = near_in(found, kind, memory.near[self])
         refuse_exported(self, found, near)
         if near:
             return

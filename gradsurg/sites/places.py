@@ -26,7 +26,8 @@ from gradsurg.plugins.fields import FieldError, SelectionError, only_changed_fie
 from gradsurg.plugins.registry import find
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.transforms.base import LayerCall, Need, Scope
+from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.layer_call import LayerCall
 
 if TYPE_CHECKING:
     from gradsurg.sites.calls import Leaves, Shared

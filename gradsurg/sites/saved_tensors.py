@@ -317,9 +317,9 @@ class SavedTensors(ModuleSelector):
         return super().expected(name) if self.node is None else ""
 
     def check(self, things: Things, memory: Memory) -> None:
-        found = things[self.kind_at(memory.stage)]
+        found = things[kind := self.kind_at(memory.stage)]
         if self.pattern != BLOCK:
-            refuse_exported(self, found, near_in(found, self, memory))
+            refuse_exported(self, found, near_in(found, kind, memory.near[self]))
             super().check(things, memory)
         elif any(BLOCK in named.names for named in modules_of(found[0].owners[0])):
             raise ValueError(

@@ -1,7 +1,7 @@
 """Base classes of selectors of modules and parameters, by name, class, position and shape."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import SelectionError, validated
-from gradsurg.sites.places import Leaf, Memory, Named, Place, Stage, Things, call_id
+from gradsurg.sites.places import Kind, Leaf, Memory, Named, Place, Stage, Things, call_id
 from gradsurg.sites.selection import (
     OUTSIDE,
     ROOT,
@@ -143,7 +143,7 @@ class ParamSelector(NamedSelector):
 
     def check(self, things: Things, memory: Memory) -> None:
         kind = self.kind_at(memory.stage)
-        found = near_in(things[kind], self, memory)
+        found = near_in(things[kind], kind, memory.near[self])
         if not found:
             raise self.nothing_near(things[kind])
         # At `step` a frozen parameter may be trained later.
@@ -163,10 +163,9 @@ def params_of(model: nn.Module) -> list[Named]:
     return [*named.values()]
 
 
-def near_in(found: Sequence[Named], query: Leaf, memory: Memory) -> list[Named]:
-    """Return the modules and parameters at which a selector may pick places."""
-    near = {name for _, name in memory.near[query]}
-    return [named for named in found if not near.isdisjoint(named.names)]
+def near_in(found: Sequence[Named], kind: Kind, near: Container[tuple[Kind, str]]) -> list[Named]:
+    """Return the modules and parameters at which places of a kind may be picked."""
+    return [named for named in found if any((kind, name) in near for name in named.names)]
 
 
 def names_in(found: Sequence[Named]) -> list[str]:

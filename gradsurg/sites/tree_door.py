@@ -23,6 +23,7 @@ from gradsurg.sites.places import (
     Traced,
     things_of,
 )
+from gradsurg.sites.selectors import near_in
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.tree_table import SiteLine, TensorSpec
 from gradsurg.torch_internals import module_hooks
@@ -65,8 +66,7 @@ class Notebook:
         near = self.at.search(things, self.memory)
         self.at.check(things, self.memory)
         for kind, found in things.items():
-            picked = [named for named in found if any((kind, n) in near for n in named.names)]
-            if picked:
+            if picked := near_in(found, kind, near):
                 kind.watch(self, picked, self.shared)
 
     def not_met(self) -> Iterator[SiteLine]:

@@ -179,7 +179,7 @@ class Uses(Leaf):
         return place.occurrence != UNUSED and self.use in (None, place.occurrence)
 
     def check(self, things: Things, memory: Memory) -> None:
-        found = near_in(things[USES], self, memory)
+        found = near_in(things[USES], USES, memory.near[self])
         if any(isinstance(named.thing, Tensor) and not named.is_frozen for named in found):
             return
         refuse_exported(self, things[USES], found)

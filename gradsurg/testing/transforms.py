@@ -27,13 +27,13 @@ from gradsurg.testing.verdicts import (
 from gradsurg.transforms.base import (
     SKIPPED,
     Function,
-    LayerCall,
     Transform,
     TransformContext,
     TransformProperty,
     TransformState,
     as_transform,
 )
+from gradsurg.transforms.layer_call import LayerCall
 
 Shape = tuple[int, ...]
 

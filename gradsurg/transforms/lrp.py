@@ -11,13 +11,8 @@ from torch.func import vjp
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import (
-    LayerCall,
-    Need,
-    Stateless,
-    TransformContext,
-    layer_of,
-)
+from gradsurg.transforms.base import Need, Stateless, TransformContext, layer_of
+from gradsurg.transforms.layer_call import LayerCall
 
 Change = Callable[[Tensor], Tensor]
 

@@ -82,7 +82,7 @@ def test_a_group_reads_the_parameters_that_the_optimizer_holds_now(at: gs.Parame
         seen.append([float(value.sum()) for value in values])
         return [grad.clone() for grad in grads]
 
-    with attached(model, UserGroup(note), at, optimizer):
+    with attached(model, UserGroup(note, "value"), at, optimizer):
         train(model, optimizer, 1)
         model.last.weight = nn.Parameter(torch.full((3, 5), 7.0))
         optimizer.param_groups[0]["params"] = [*model.last.parameters()]
@@ -96,7 +96,7 @@ def test_a_group_reads_the_parameters_that_the_optimizer_holds_now(at: gs.Parame
 def test_a_group_gets_the_values_and_does_not_hold_them() -> None:
     model, optimizer = trainee(0.0)
     by_value = UserGroup(
-        lambda grads, of: [g * c.value.detach() for g, c in zip(grads, of, strict=True)]
+        lambda grads, of: [g * c.value.detach() for g, c in zip(grads, of, strict=True)], "value"
     )
     with attached(model, by_value, STEP, optimizer) as live:
         backward(model)

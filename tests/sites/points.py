@@ -138,10 +138,12 @@ class TimesValue(Stateless):
 class UserGroup(GroupTransform):
     """A user's transform of a group by a function of its gradients and contexts."""
 
-    needs: frozenset[Need] = frozenset({"value"})  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __init__(self, function: Callable[..., Iterable[Tensor]], *needs: Need) -> None:
+        self.function, self._needs = function, frozenset(needs)
 
-    def __init__(self, function: Callable[..., Iterable[Tensor]]) -> None:
-        self.function = function
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self._needs
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}

@@ -211,6 +211,16 @@ def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
                 model(torch.ones(2, 6, requires_grad=True)).backward()
 
 
+def test_nodes_that_a_checkpoint_makes_after_the_block_are_not_counted() -> None:
+    model, x = _recomputed(True), torch.ones(2, 6, requires_grad=True)
+    silent = pytest.warns(gs.SurgeryWarning, match="no gradient ever passed")
+    unknown = pytest.warns(gs.SurgeryWarning, match="4 sites were expected, and no backward")
+    with silent, unknown, attached(model, gs.Scale(1.0), M("inner.*").expect(4)):
+        loss = model(x)
+    loss.backward()
+    assert x.grad is not None
+
+
 def test_tensors_without_a_gradient_do_not_count() -> None:
     model = small()
     model.first.requires_grad_(False)

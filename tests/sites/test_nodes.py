@@ -87,6 +87,20 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     assert len(plain[1]) == 7
 
 
+def test_a_call_that_was_interrupted_does_not_hide_the_one_around_it() -> None:
+    def interrupted(self: Made, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt  # no hook runs at the end of this call
+
+    def forward(self: Made, x: Tensor) -> Tensor:
+        with pytest.raises(KeyboardInterrupt):
+            self.inner(x)
+        return functional.relu(x * 2).sum()
+
+    model = Made(forward, inner=Made(interrupted))
+    gradients, _ = passed(model, TEN, gs.Nodes("Relu"), point(2.0))
+    assert gradients == [20.0]
+
+
 # What HOOKS.md calls the care that spans need
 
 

@@ -1,30 +1,12 @@
 """Weights: parameter values are edited in place, at the right moment, where they change."""
 
-from collections.abc import Iterable, Sequence
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.transforms.base import (
-    GroupTransform,
-    TransformState,
-)
 from tests.nets import attached, sgd, small, train
-from tests.sites.points import Acts, Noted, calls_of
-
-
-class Same(GroupTransform):
-    """Leaves a group as it is."""
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: object
-    ) -> tuple[Iterable[Tensor], TransformState]:
-        return grads, state
+from tests.sites.points import Acts, Noted, UserGroup, calls_of
 
 
 def _one(value: float = 1.0) -> nn.Linear:
@@ -56,7 +38,7 @@ def test_a_no_op_writes_to_nothing() -> None:
         attached(model, gs.Identity(), gs.Weights(), optimizer),
         attached(model, gs.Identity(), gs.Weights(stage="forward"), optimizer),
         attached(model, gs.Scale(3.0), gs.Weights(), optimizer, shadow=True),
-        attached(model, Same(), gs.Weights(), optimizer),
+        attached(model, UserGroup(lambda weights, _: weights), gs.Weights(), optimizer),
     ):
         train(model, optimizer, 5)
         versions = [param._version for param in model.parameters()]

@@ -58,6 +58,40 @@ def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> Non
     assert grad_of(model.first.weight).any()
 
 
+def test_a_surgery_may_be_closed_by_a_transform_in_the_forward() -> None:
+    def close(activation: Tensor) -> Tensor:
+        live.abort()  # as `close`, without the warnings
+        return activation * 2
+
+    model, plain = small(), small()
+    last, expected = gs.Outputs("last").expect(2), 2 * plain(batch()[0])  # it has one, not two
+    live = gs.Surgery(
+        gs.Intervention(close, gs.Activations("root")), gs.Intervention(gs.Zero(), last)
+    ).start(model)
+    result = model(batch()[0])
+    result.sum().backward()
+    assert torch.equal(result, expected)
+    assert grad_of(model.first.weight).any()
+
+
+class Halves(nn.Sequential):
+    """Returns two tensors, made by one node."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(input).split(2, dim=1)
+
+
+def test_a_graph_may_reach_a_new_place_after_the_block() -> None:
+    model = Halves(nn.Linear(3, 4))
+    with attached(model, gs.Zero(), gs.Nodes("Split*")) as live:
+        first, second = model(torch.ones(1, 3))
+        first.sum().backward(retain_graph=True)
+        assert not grad_of(model[0].weight).any()
+    assert live.attachment.operations  # it is held, and its door is not
+    second.sum().backward()
+    assert grad_of(model[0].weight).any(dim=1).tolist() == [False, False, True, True]
+
+
 @pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
 def is_collecting(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether the garbage collector is enabled before the test."""

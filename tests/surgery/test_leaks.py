@@ -11,6 +11,7 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.core.live import Live
+from gradsurg.core.operation import Operation
 from tests.contexts.kinds import KINDS, Kind, Net
 from tests.nets import attached, backward, num_hooks, sgd, small
 
@@ -62,17 +63,21 @@ def test_a_name_given_to_a_new_handle_detaches_the_old_one_at_once(name: str) ->
     model = Net()
     optimizer = sgd(model)
     handles, live = list[ref[Live]](), None
+    operations = list[ref[Operation]]()
     graphs = list[torch.Tensor]()  # neither hooks of modules nor those of nodes hold the handle
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)
         for _ in range(3):  # as a cell of a notebook that is run again
             live = SURGERIES[name]().start(model, optimizer)
             handles.append(ref(live))
+            operations += map(ref, live.attachment.operations)
             graphs.append(_pass(model, live, optimizer))
             assert [held() for held in handles[:-1]] == [None] * (len(handles) - 1)
         del live
     assert handles[-1]() is None
     assert num_hooks(model, optimizer) == 0
+    graphs.clear()  # they hold the hooks, and those the interventions
+    assert [held() for held in operations] == [None] * len(operations)
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -83,7 +88,9 @@ def test_after_the_block_nothing_refers_to_a_parameter(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)
         with SURGERIES[name]().attach(model, optimizer) as live:
-            _pass(model, live, optimizer)
+            graph, door = _pass(model, live, optimizer), ref(live.attachment.door)
+    assert door() is None  # a graph that still exists asks it for no hook
+    del graph
     assert [getweakrefs(param) for param in model.parameters()] == [[]] * 3
     assert {type(entry.fired_on_device) for entry in live.ledger} <= {int}  # no tensor
     assert live.ledger.table()

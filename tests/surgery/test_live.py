@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from tests.nets import attached, backward, grad_of, num_hooks, small, train, trainee
-from tests.sites.points import Sums
+from tests.sites.points import Noted, Sums
 
 
 def _passed(model: nn.Module, x: float = 1.0) -> float:
@@ -125,6 +125,27 @@ def test_labels_are_never_the_same_twice() -> None:
         live.remove("scale")
         assert live.add(_scale(1.0)) == "scale"
         _passed(model)
+
+
+def test_a_trigger_that_is_refused_leaves_the_state_of_the_old_one() -> None:
+    model = Sums()
+    with gs.Surgery(_scale(2.0, at=gs.Threshold(3.0, release=1.0))).attach(model) as live:
+        assert _passed(model, 4.0) == 8.0
+        with pytest.raises(LookupError, match="gone"):
+            live.set("scale", when=gs.Threshold(0.0, source="output:gone"))
+        assert _passed(model, 2.0) == 4.0  # it fires until it sees less than 1
+
+
+def test_after_a_load_the_gradients_of_the_step_are_counted_anew() -> None:
+    model, noted = Sums(), Noted()
+    surgery = gs.Surgery(gs.Intervention(noted))
+    with surgery.attach(model):
+        at_start = surgery.state_dict()
+        for _ in range(2):
+            _passed(model)
+        surgery.load_state_dict(at_start)
+        _passed(model)
+    assert noted.calls == [0, 1, 0]
 
 
 def test_the_surgery_follows_and_stays_so_after_the_block() -> None:

@@ -69,7 +69,8 @@ class Replaced(Pitfall):
         for operation in attachment.operations:
             if self._known[operation].has_changed(attachment):
                 found |= dict.fromkeys(self._unhooked(attachment, operation))
-        is_sharded = found and any(map(autograd.is_sharded, _params(attachment)))
+        params = (thing for thing in _things(attachment) if isinstance(thing, Tensor))
+        is_sharded = found and any(map(autograd.is_sharded, params))
         late = ", as after fully_shard" if is_sharded else ""
         for is_param, change, also in (
             (False, "modules were replaced or added", " or taken for a part of the one around it"),
@@ -112,9 +113,9 @@ class _Known:
     """
 
     def __init__(self, attachment: AttachmentLike) -> None:
-        self._refs = {id(thing): ref(thing) for thing in _things(attachment)}
-        params = _params(attachment)
-        self._frozen = {id(param) for param in params if not param.requires_grad}
+        things = _things(attachment)
+        self._refs = {id(thing): ref(thing) for thing in things}
+        self._frozen = {id(thing) for thing in things if _is_frozen(thing)}
 
     def has_changed(self, attachment: AttachmentLike) -> bool:
         """Whether any was added, replaced, moved or unfrozen since."""
@@ -127,7 +128,7 @@ class _Known:
 
     def lacks(self, thing: object) -> bool:
         """Whether a module or a parameter that needs a gradient came later, or was frozen."""
-        if isinstance(thing, Tensor) and not thing.requires_grad:
+        if _is_frozen(thing):
             return False
         known = self._refs.get(id(thing))
         return known is None or known() is not thing or id(thing) in self._frozen
@@ -137,12 +138,13 @@ class _Known:
         return id(thing) in self._frozen and self._refs[id(thing)]() is thing
 
 
-def _params(attachment: AttachmentLike) -> Sequence[Tensor]:
-    return [named.thing for named in attachment.params_of(attachment.model)]
-
-
 def _things(attachment: AttachmentLike) -> Sequence[nn.Module | Tensor]:
-    return [*attachment.model.modules(), *_params(attachment)]
+    params = attachment.params_of(attachment.model)
+    return [*attachment.model.modules(), *(named.thing for named in params)]
+
+
+def _is_frozen(thing: object) -> bool:
+    return isinstance(thing, Tensor) and not thing.requires_grad
 
 
 class Parametrized(Pitfall):
