@@ -163,8 +163,8 @@ def picture(entry: Entry) -> str:
     return f"{entry.group}_{entry.name}"
 
 
-def store(entry: Entry) -> None:
-    """Draw the picture of an entry into its file, with few colors."""
+def store(entry: Entry) -> Path:
+    """Draw the picture of an entry into its file, with few colors, and return its path."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -178,7 +178,8 @@ def store(entry: Entry) -> None:
         figure.savefig(buffer, facecolor="white")
         plt.close(figure)
     image = Image.open(buffer).convert("RGB").quantize(48)
-    image.save(PICTURES / f"{picture(entry)}.png", optimize=True)
+    image.save(path := PICTURES / f"{picture(entry)}.png", optimize=True)
+    return path
 
 
 def made(entry: Entry) -> Any:  # Any: a transform or an aggregator

@@ -52,9 +52,7 @@ def run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_check_passes_for_new_files_and_fails_for_a_wrong_result(root: Path) -> None:
-    house, code = root / "tests/house.py", root / "gradsurg/transforms/soft_clip.py"
-    no_limits = re.sub(r"\b\d\d_?\d\d\d?\b", "99999", house.read_text("utf-8"))
-    house.write_text(no_limits, encoding="utf-8")
+    code = root / "gradsurg/transforms/soft_clip.py"
     assert run(root, "transform", "soft_clip").returncode == 0
     assert run(root, "--check", "soft_clip").returncode == 0
     code.write_text(code.read_text("utf-8").replace("return grad", "return grad / 2"), "utf-8")
