@@ -10,7 +10,7 @@ from functools import partial
 from statistics import median
 
 from gradsurg.effects.tables import aligned
-from scripts.bench.turns import in_turns
+from scripts.bench.turns import beginning, in_turns, of_pairs
 
 RUN = ["-m", "gradsurg.run"]
 ONE_STEP = [*RUN, "transform=none", "seeds=1", "steps=1", "force=true"]
@@ -38,13 +38,11 @@ def measure(rounds: int, names: list[str]) -> dict[str, list[float]]:
 
 def table(rounds: int, only: list[str]) -> str:
     """Return one line for each process whose name starts with one of `only`."""
-    chosen = [name for name in ARMS if any(name.startswith(wanted) for wanted in only)]
-    times = measure(rounds, list(dict.fromkeys([LIBRARIES, *chosen])))
+    times = measure(rounds, list(dict.fromkeys([LIBRARIES, *beginning(ARMS, only)])))
     base = times[LIBRARIES]
     rows = [["process", "CPU s, median", "min", f"/ {LIBRARIES}", "of minima"]]
     for name, own in times.items():
-        ratio = median(a / b for a, b in zip(own, base, strict=True))
-        numbers = (median(own), min(own), ratio, min(own) / min(base))
+        numbers = (median(own), min(own), of_pairs(own, base), min(own) / min(base))
         rows.append([name, *(f"{number:.2f}" for number in numbers)])
     return aligned(rows)
 
