@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from scripts.bench import kernel, multitask, size, start, telemetry
+from scripts.bench import kernel, multitask, size, telemetry
 from scripts.bench.__main__ import main
 
 
@@ -44,15 +44,6 @@ def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_w
     )
     line = multitask.times(["Mean"], ["2x1000000"], 2).splitlines()[-1]
     assert line.split()[7:] == [*said, f"{min(ours) / 2:.2f}"]
-
-
-@pytest.mark.full
-def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries() -> None:
-    _, _, base, helped = start.table(1, ["help"]).splitlines()
-    assert base.startswith("import torch, hydra")
-    assert base.split()[-2:] == ["1.00", "1.00"]
-    assert helped.startswith("help")
-    assert float(helped.split()[-1]) > 0
 
 
 @pytest.mark.full

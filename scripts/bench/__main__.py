@@ -10,7 +10,6 @@ examples    gradients of single examples
 multitask   aggregators beside those of TorchJD
 engines     a step of eight tasks beside a plain step
 telemetry   measurements of gradient conflicts
-start       processes: imports, help, dry run
 runner      the command beside a plain training loop
 report      the report of 200 runs of 1000 steps
 """
@@ -29,7 +28,6 @@ from scripts.bench import (
     runner,
     sites,
     size,
-    start,
     telemetry,
     training,
 )
@@ -50,7 +48,6 @@ TABLES: dict[str, tuple[int, Callable[[argparse.Namespace], str]]] = {
     ),
     "engines": (3, lambda args: engines.table(args.rounds)),
     "telemetry": (60, lambda args: telemetry.table(args.rounds)),
-    "start": (8, lambda args: start.table(args.rounds, args.only)),
     "runner": (8, lambda args: runner.table(args.rounds, args.only)),
     "report": (1, lambda args: report.table(args.sizes or [*report.SIZES])),
 }
