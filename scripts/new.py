@@ -3,8 +3,8 @@
     python scripts/new.py transform soft_clip
     python scripts/new.py --check soft_clip
 
-The first command writes a class that multiplies gradients by a field, its yaml file and a row of
-its tests, updates the files that are generated from them, and prints the remaining steps. It
+The first command copies the class of a short plug-in, its yaml file and a row of its tests under a
+new name, updates the files that are generated from them, and prints the remaining steps. It
 overwrites nothing. The second checks one transform or aggregator, or a preset of one, in less than
 20 seconds on an idle machine; `scripts/check` runs all checks.
 """
@@ -25,7 +25,6 @@ from pathlib import Path
 from string import Template
 from time import monotonic
 
-import gradsurg
 from gradsurg.plugins.registry import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,15 +34,13 @@ LAST_LINES = 12  # of the output of a failed check
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of plug-in: the folder of its classes and tests, and templates of its files.
+    """A kind of plug-in: the folder of its classes and tests, and the one that is copied.
 
     `tests` are the files that `--check` runs, and `steps` belong to STEPS.
     """
 
     folder: str
-    code: str
-    yaml: str
-    row: str
+    model: str
     tests: tuple[str, ...]
     steps: str
 
@@ -65,53 +62,7 @@ CHANGELOG.md | ### New | its name in the item that fits, or a line of its own
 
 TRANSFORM = Kind(
     "transforms",
-    '''"""$cls: multiply the gradient by a factor."""
-
-from typing import Annotated
-
-from pydantic import Field
-from torch import Tensor
-
-from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
-
-
-@validated
-class $cls(Stateless):
-    """Multiply every entry by a factor in (0, 1]: factor * g.
-
-    Any shape. Zero stays zero, NaN stays NaN, an infinity stays infinite, an empty tensor stays
-    empty.
-    """
-
-    factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-
-    tags = frozenset(
-        {
-            "elementwise",
-            "homogeneous",
-            "linear",
-            "odd",
-            "sign_preserving",
-            "norm_non_increasing",
-            "deterministic",
-            "differentiable",
-        }
-    )
-
-    def tags_if(self) -> dict[TransformProperty, bool]:
-        return {"idempotent": self.factor == 1, "unbiased": self.factor == 1}
-
-    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        return grad * self.factor
-''',
-    """# python -m gradsurg.run transform=$name
-# Multiply the gradient by a factor.
-$name:
-  _target_: gradsurg.$cls
-  factor: 0.5
-""",
-    '    Row("$name", [3.0, -0.5, 0.0], [0.75, -0.125, 0.0], {"factor": 0.25}),\n',
+    "scale",
     ("tests/transforms/test_rows.py", "tests/transforms/test_rules.py"),
     """tests/transforms/test_properties.py | OTHERS | only if `tags_if` has conditions: instances
 tests/transforms/table.py | DROP_NAN | only if a NaN moves or goes: its name
@@ -121,46 +72,7 @@ tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all cal
 )
 AGGREGATOR = Kind(
     "aggregators",
-    '''"""$cls: the same weight for every task."""
-
-from typing import Annotated
-
-import torch
-from pydantic import Field
-from torch import Tensor
-
-from gradsurg.aggregators.base import (
-    FIXED_WEIGHT_PROPERTIES,
-    AggregatorContext,
-    AggregatorState,
-    LossWeighting,
-)
-from gradsurg.plugins.fields import validated
-
-
-@validated
-class $cls(LossWeighting):
-    """The sum of the gradients times a factor: w = factor for every task.
-
-    One task is multiplied by the factor, equal gradients by the factor and their number. Zero
-    stays zero, a NaN stays in its columns.
-    """
-
-    factor: Annotated[float, Field(gt=0)] = 0.5
-
-    tags = FIXED_WEIGHT_PROPERTIES
-
-    def weigh(
-        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
-    ) -> tuple[Tensor, AggregatorState]:
-        return torch.full((num_tasks,), self.factor, dtype=torch.float64), state
-''',
-    """# python -m gradsurg.run task=overlay aggregator=$name
-# The sum of the gradients times a factor.
-_target_: gradsurg.$cls
-factor: 0.5
-""",
-    '    Row("$name", [[1.0, 2.0], [3.0, -4.0]], [1.0, -0.5], {"factor": 0.25}),\n',
+    "sum",
     ("tests/aggregators/test_hand_computed.py", "tests/aggregators/test_gramian.py"),
     """tests/aggregators/test_gramian.py | def expected_of_same | only if equal rows g give no g
 tests/aggregators/test_gramian.py | def test_opposite_tasks | only if g and -g do not give 0""",
@@ -206,12 +118,13 @@ def begin(kind: Kind, name: str, root: Path) -> list[str]:
     Raises ValueError, before anything is written, for a name that is malformed or taken.
     """
     check_name(kind, name, root)
-    cls = "".join(part.capitalize() for part in name.split("_"))
     code, yaml, cases = kind.files(name)
-    rows = with_row(root / cases, name, kind.row)
-    for path, text in ((code, kind.code), (yaml, kind.yaml)):
+    rows = with_row(root / cases, kind.model, name)
+    for path, model in zip((code, yaml), kind.files(kind.model), strict=False):
+        lines = (root / model).read_text(encoding="utf-8").splitlines(keepends=True)
+        text = "".join(line for line in lines if not line.startswith(("# Paper", "# Also")))
         with (root / path).open("x", encoding="utf-8") as file:
-            file.write(Template(text).substitute(name=name, cls=cls))
+            file.write(renamed(text, kind.model, name))
     (root / cases).write_text(rows, encoding="utf-8")
     words = {"code": code, "yaml": yaml, "cases": cases, "name": name, "more": kind.steps}
     steps = [line.split(" | ") for line in Template(STEPS).substitute(words).strip().splitlines()]
@@ -228,22 +141,35 @@ def check_name(kind: Kind, name: str, root: Path) -> None:
         raise ValueError(f"'{name}' must have at most {MAX_LETTERS} letters")
     paths = [*(root / "gradsurg" / kind.folder).glob("[!_]*.py")]
     paths += [path for group in GROUPS.values() for path in root.glob(f"conf/{group}/*.yaml")]
-    taken = {word.lower(): f"gradsurg.{word}" for word in dir(gradsurg)}
+    stub = (root / "gradsurg/__init__.pyi").read_text(encoding="utf-8")
+    taken = {word.lower(): f"gradsurg.{word}" for word in re.findall(r" as (\w+)$", stub, re.M)}
     taken |= {path.stem.replace("_", ""): str(path.relative_to(root)) for path in paths}
     if found := taken.get(name.replace("_", "")):
         raise ValueError(f"'{name}' is taken: there is {found}")
 
 
-def with_row(path: Path, name: str, row: str) -> str:
-    """Return the text of a file of test rows with one more, in the order of the alphabet."""
+def renamed(text: str, old: str, new: str) -> str:
+    """Return a text with the name of another file and class."""
+    text = re.sub(rf"(?<![ \w]){old}\b", new, text)  # as a word of a sentence it stays
+    cls = "".join(part.capitalize() for part in new.split("_"))
+    return re.sub(rf"\b{old.capitalize()}\b", cls, text)
+
+
+def with_row(path: Path, old: str, new: str) -> str:
+    """Return the text of a file of test rows with a copy of the first row of another name.
+
+    It stands where the alphabet has it.
+    """
     text = path.read_text(encoding="utf-8")
-    ends = {"": line_of(path, "ROWS = (")}
+    ends, copied = {"": line_of(path, "ROWS = (")}, []
+    lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Row" and node.args:
-            ends[ast.literal_eval(node.args[0])] = node.end_lineno or 0
-    line = ends[max(other for other in ends if other < name)]
-    lines = text.splitlines(keepends=True)
-    return "".join([*lines[:line], Template(row).substitute(name=name), *lines[line:]])
+            name, end = ast.literal_eval(node.args[0]), node.end_lineno or 0
+            ends[name] = end
+            copied = copied or lines[node.lineno - 1 : end] * (name == old)
+    line = ends[max(other for other in ends if other < new)]
+    return "".join([*lines[:line], *(renamed(one, old, new) for one in copied), *lines[line:]])
 
 
 def line_of(path: Path, text: str) -> int:

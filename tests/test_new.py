@@ -9,6 +9,7 @@ from shutil import copytree, ignore_patterns
 from types import ModuleType
 
 import pytest
+import yaml
 
 from gradsurg.testing import check_aggregator, check_transform
 from scripts import new
@@ -41,7 +42,10 @@ def test_the_class_has_its_properties_and_the_config_has_its_defaults(
     monkeypatch.setitem(sys.modules, "soft_clip", module := ModuleType("soft_clip"))
     exec(code.read_text("utf-8"), vars(module))
     CHECKS[group](module.SoftClip())
-    assert f"factor: {module.SoftClip().factor}\n" in config.read_text("utf-8")
+    fields = yaml.safe_load(config.read_text("utf-8"))
+    fields = fields.get("soft_clip", fields)
+    assert fields.pop("_target_") == "gradsurg.SoftClip"
+    assert module.SoftClip(**fields) == module.SoftClip()
 
 
 def run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
