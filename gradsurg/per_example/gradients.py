@@ -71,10 +71,10 @@ class ExampleSource:
     """The gradients of the examples of each step, and numbers about them at measured steps.
 
     `numbers()` has the means of `NUMBERS` over the measured steps, of the gradients g_i of the loss
-    of single examples. The noise scale is tr(S) / |G|² with unbiased estimates of both from the
-    mean of |g_i|² and the norm of the mean of g_i, each averaged over the steps: McCandlish et al.
-    2018 (arXiv 1812.06162), appendix A.1 with batches of 1 and n. It is left out if the
-    estimate of |G|² is not positive.
+    of single examples. The noise scale is tr(S) / |G|². Both are unbiased estimates from the mean
+    of |g_i|² and the norm of the mean of g_i, each averaged over the steps (McCandlish et al. 2018,
+    arXiv 1812.06162, appendix A.1 with batches of 1 and n). It is left out if the estimate of |G|²
+    is not positive.
     """
 
     def __init__(self, recorder: Recorder, attachment: "Attachment", transform: Transform) -> None:
@@ -189,9 +189,8 @@ class ExampleGradients:
 
     @property
     def shares(self) -> Tensor | None:
-        """The share of each example, (n,): the size of an average pass by that of its own.
-
-        None if all are 1.
+        """The share of each example, (n,): the size of an average pass divided by the size of its
+        own. None if all are 1.
         """
         return self._shares
 
@@ -442,7 +441,7 @@ def _draws(call: UnitCall) -> bool:
 
 
 def _reduction_doubt(examples: ExampleGradients, is_mean: bool) -> str:
-    """Return a warning if the outputs' gradients are not those of the declared reduction.
+    """Return a warning if the outputs' gradients do not fit the declared reduction.
 
     The gradient of a cross-entropy by the outputs sums to zero and has a 1-norm of at most 2.
     """
@@ -514,8 +513,8 @@ def _rows_of_units(
 ) -> dict[nn.Parameter, Tensor]:
     """Compute the rows of parameters that no layer with a rule uses, by `vmap`.
 
-    Each is differentiated in the innermost module that was recorded as a unit and owns it, else in
-    the whole model. Raises ValueError, with the names, if that is not possible.
+    Each is differentiated in the innermost module that was recorded as a unit and owns it,
+    otherwise in the whole model. Raises ValueError, with the names, if that is not possible.
     """
     model = recorder.model()
     assert model is not None

@@ -69,7 +69,7 @@ def param_versions(model: nn.Module) -> dict[str, int]:
 
 
 def copy_inputs(value: Any) -> Any:  # Any: the inputs of a model
-    """Return a deep copy with copied tensors, as a forward may write to its input."""
+    """Return a deep copy with copied tensors, because a forward may write to its input."""
     # deepcopy refuses tensors that are not leaves.
     memo: dict[int, Any] = {  # Any: deepcopy's own
         id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)

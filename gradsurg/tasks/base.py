@@ -178,8 +178,8 @@ class Data:
 class Chance:
     """The loss and one metric of the best prediction that ignores the inputs.
 
-    `best` is this metric for a perfect model; `description` precedes the value in a sentence, as in
-    "chance for 10 classes is 10%".
+    `best` is this metric for a perfect model. `description` precedes the value in a sentence, for
+    example in "chance for 10 classes is 10%".
     """
 
     loss: float

@@ -22,9 +22,9 @@ from gradsurg.transforms.base import (
 class AdaptiveClip(GroupTransform):
     """Scale gradients by min(1, c / n), n their norm and c a threshold from past norms.
 
-    n is the joint 2-norm of all gradients of a group or, with `of=each`, that of each gradient.
-    Below, m and v are an average of the norms after clipping and of their squared deviations:
-    m <- decay m + (1 - decay) n, then v <- decay v + (1 - decay) (n - m)^2.
+    n is the joint 2-norm of all gradients of a group or, with `of=each`, the 2-norm of each
+    gradient. Below, m and v are an average of the norms after clipping and of their squared
+    deviations: m <- decay m + (1 - decay) n, then v <- decay v + (1 - decay) (n - m)^2.
 
     | `rule` | threshold c | source |
     |---|---|---|
