@@ -1,4 +1,4 @@
-"""What holds for every aggregator that needs the Gramian alone, and what it does at the edges."""
+"""Properties of every aggregator that needs the Gramian alone, and its edge cases."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def apart(one: Tensor, two: Tensor, matrix: Tensor) -> float:
 
 
 def expected_of_same(aggregator: Aggregator, g: Tensor, count: int) -> Tensor | None:
-    """What identical tasks give by the docstrings."""
+    """The result of identical tasks, by the docstrings."""
     match type(aggregator).__name__:
         case "PCGrad" | "GradVac" | "ConFIG":
             mean = getattr(aggregator, "reduction", "sum") == "mean"

@@ -1,4 +1,4 @@
-"""What the ledger remembers and complains about."""
+"""The ledger remembers calls and warns of sites without any."""
 
 from gradsurg.effects.ledger import Ledger
 

@@ -1,4 +1,4 @@
-"""What is left of an aggregator after an error and after the block: nothing."""
+"""Nothing is left of an aggregator after an error and after the block."""
 
 import gc
 from weakref import ref

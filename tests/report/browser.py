@@ -27,7 +27,7 @@ def missing() -> str:
 
 @contextmanager
 def browser(width: int, height: int) -> Iterator[Any]:  # Any: selenium is imported where it is
-    """A window of that size; every request but for files fails."""
+    """A window of that size; every request fails, except requests for files."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()

@@ -206,7 +206,7 @@ def test_an_exception_that_the_model_catches_does_not_hide_later_calls() -> None
 
 
 def test_shapes_are_shown_for_gradients_that_enter_a_node_not_for_those_that_leave() -> None:
-    # What leaves is summed to the shape of its source only afterwards.
+    # A gradient that leaves is summed to the shape of its source only afterwards.
     entering = tree(small(), X, gs.Nodes("Relu")).site_lines
     leaving = tree(small(), X, gs.Nodes("Relu", side="leave")).site_lines
     assert [str(mark.tensor) for mark in entering] == ["8x5"]

@@ -87,7 +87,7 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     assert len(plain[1]) == 7
 
 
-# What HOOKS.md calls the care that spans need
+# Spans that need care
 
 
 def _view_changed(self: Made, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_a_module_that_calls_itself_is_not_mistaken_for_an_interrupted_one() -> 
 
 
 def test_nodes_made_in_another_thread_do_not_belong_to_the_model() -> None:
-    # Numbers are counted per thread: those of the input are among the model's own.
+    # Numbers are counted per thread: the input's numbers are among the model's own.
     given: list[Tensor] = []
 
     def work(until: int) -> None:

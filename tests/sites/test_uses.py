@@ -86,7 +86,7 @@ def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() ->
 
 
 def _tied() -> Made:
-    """One weight, read by an embedding and by the output, as in language models."""
+    """One weight, read by an embedding and by the output, like in language models."""
     torch.manual_seed(0)
     embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = embed.weight
