@@ -189,8 +189,9 @@ class ExampleGradients:
 
     @property
     def shares(self) -> Tensor | None:
-        """The share of each example, (n,): the size of an average pass divided by the size of its
-        own. None if all are 1.
+        """The share of each example, (n,): the size of an average pass over the size of its own.
+
+        None if all are 1.
         """
         return self._shares
 

@@ -128,8 +128,9 @@ class Level:
         return {k: [cell.mean(k)[i] for i, cell in enumerate(alone)] for k in splits}
 
     def excesses(self, method: str) -> dict[Key, tuple[float, ...]]:
-        """By split and seed, the lost share of the reduction that each loss has if it is trained
-        alone. It is 0 if the loss is as low as there, and at most 1, if nothing was learned of it.
+        """The share of each loss's reduction in training alone that is lost, by split and seed.
+
+        It is 0 if the loss is as low as there, and at most 1, if nothing was learned of it.
         """
         return {
             key: tuple(

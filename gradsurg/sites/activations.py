@@ -209,9 +209,11 @@ class Activations(ModuleSelector):
     unchanged from another matching module, such as an identity or a container with the output of
     its last child. A tensor changed in place between them is another value. A module that writes to
     its input writes to the transformed tensor, and to a copy of a container or object that holds
-    it; the caller's remain unchanged. A call without gradients, such as a validation under
-    `torch.no_grad()`, is transformed and changes no state of the transform or the trigger; the
-    forward of a reentrant checkpoint changes it.
+    it; the caller's remain unchanged.
+
+    A call without gradients, such as a validation under `torch.no_grad()`, is transformed and
+    changes no state of the transform or the trigger; the forward of a reentrant checkpoint changes
+    it.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed

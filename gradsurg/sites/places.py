@@ -403,8 +403,9 @@ class Leaf(Selector):
         """Return whether a place with a near name fits the fields that tell places apart."""
 
     def expected(self, name: str) -> str:
-        """Return the site id for the warning that no place was met at a near name, or an empty
-        string.
+        """Return the site id for the warning that no place was met at a near name.
+
+        Empty if there need be none.
         """
         return name
 
