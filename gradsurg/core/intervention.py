@@ -336,7 +336,7 @@ class Intervention:
         if changes and label not in labels:
             raise LookupError(f"'{label}' has several links: {', '.join(labels)}")
         if when is not None and not isinstance(when, Trigger):
-            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {when!r}")
+            raise TypeError(f"when: must be a trigger such as Steps(stop=100), found {when!r}")
         transform = self.operator
         if changes:
             links = [
@@ -356,21 +356,19 @@ class Intervention:
 
     def _check_kinds(self) -> None:
         if not isinstance(self.at, Selector):
-            raise TypeError(
-                f"at: must be a selector of sites, as Parameters('*'), found {self.at!r}"
-            )
+            raise TypeError(f"at: must be a selector such as Parameters('*'), found {self.at!r}")
         if not isinstance(self.when, Trigger):
-            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {self.when!r}")
+            raise TypeError(f"when: must be a trigger such as Steps(stop=100), found {self.when!r}")
         if self.aggregator is not None:
             self.at.check_aggregator(self.aggregator)
         elif self.at.for_aggregators:
             if isinstance(self.transform, type):
                 hint = f"{self.transform.__name__}()"
                 raise TypeError(
-                    f"transform: must be an aggregator, found a class: did you mean {hint}?"
+                    f"transform: must be an aggregator, found a class. Did you mean {hint}?"
                 )
             raise ValueError(
-                "at: SharedParameters is for aggregators, as those that derive from Weighting of "
+                "at: SharedParameters is for aggregators, such as subclasses of Weighting in "
                 f"gradsurg.aggregators.base, found {self.transform!r}; Parameters "
                 "with stage='backward' has the gradient of each task, stage='step' the combined "
                 "one"

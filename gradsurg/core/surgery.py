@@ -357,5 +357,5 @@ def _model_error(model: object) -> str:
     if isinstance(model, type):
         hint = f": did you mean {model.__name__}()?"
     if isinstance(model, Optimizer):
-        text, hint = type(model).__name__, "; the model comes first, as in attach(model, optimizer)"
+        text, hint = type(model).__name__, "; the model comes first: attach(model, optimizer)"
     return f"model: must be a torch.nn.Module, found {text}{hint}"

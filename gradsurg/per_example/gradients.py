@@ -98,11 +98,11 @@ class ExampleSource:
         if self.attachment.is_scaled:
             raise ValueError(
                 "PerSample: gradients of single examples are recorded times the loss scale; use a "
-                "precision that needs no GradScaler, as bfloat16"
+                "precision that needs no GradScaler, such as bfloat16"
             )
         if not self.recorder.records:
             raise RuntimeError(
-                "PerSample: no backward pass of the model was recorded in this step: call the "
+                "PerSample: no backward pass of the model was recorded in this step. Call the "
                 "model itself, with the batch as the first axis of its first tensor"
             )
         params = params_by_name(self.attachment.model)
@@ -292,8 +292,8 @@ class ExampleGradients:
         if error > 2 * TOLERANCE.get(self.grads[0].dtype, 5e-2) * size:
             raise ValueError(
                 "PerSample: the first example of the batch has another gradient than in a batch of "
-                "its own: the model mixes the examples of a batch, or the first axis of a tensor "
-                "is not that of the examples"
+                "its own. The model mixes the examples of a batch, or the first axis of a tensor "
+                "does not have the examples"
             )
 
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
@@ -466,8 +466,8 @@ def _reduction_doubt(examples: ExampleGradients, is_mean: bool) -> str:
         return ""
     declared = "mean" if is_mean else "sum"
     return (
-        f"PerSample: reduction='{declared}', and the gradients of the outputs look like those of a "
-        f"cross-entropy that is the {other} over the batch: is it reduction='{other}'?"
+        f"PerSample: reduction='{declared}', and the gradients of the outputs look like a "
+        f"cross-entropy that is the {other} over the batch. Is it reduction='{other}'?"
     )
 
 
@@ -531,8 +531,8 @@ def _rows_of_units(
         )
         if unit is None:
             raise ValueError(
-                f"PerSample: '{site}' got a gradient of no recorded batch: the first axis of the "
-                "model's input must be that of the examples"
+                f"PerSample: '{site}' got a gradient of no recorded batch. The first axis of the "
+                "model's input must have the examples"
             )
         name = next(name for name, own in unit.named_parameters() if own is param)
         chosen.setdefault(unit, {})[name] = param

@@ -220,7 +220,7 @@ class NormalizationRule(Rule):
 
     def refusal(self, layer: Module) -> str:
         if self is _batch and (layer.training or layer.running_mean is None):
-            return "its statistics are those of the batch, so that no example has a loss of its own"
+            return "its statistics come from the batch, so that no example has a loss of its own"
         return ""
 
     def rows(self, call: LayerCall, name: str) -> Tensor:

@@ -44,7 +44,7 @@ class Combined(Selector):
 
     def __post_init__(self) -> None:
         if self.stage is not None:
-            raise Contradiction("stage", "is that of the selectors: give it to each of them")
+            raise Contradiction("stage", "belongs to the selectors: give it to each of them")
         if any(query.count is not None for query in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
         staged = {leaf.kind_at(None).name for leaf in self.leaves if leaf.stage is not None}

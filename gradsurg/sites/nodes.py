@@ -271,7 +271,7 @@ def nothing_made(query: Leaf, field: str, where: str, memory: Memory) -> Selecti
     given = "".join(f" ({name}={number})" for name, number in numbers if number is not None)
     inside = "" if where == "*" else f" in '{where}'"
     is_compiled = any(plain(place.node) == compiling.COMPILED for place in memory.rejected)
-    hint = " What is compiled runs as one node: use Outputs there." * is_compiled
+    hint = " Compiled code runs as one node: use Outputs there." * is_compiled
     listed = nearest("" if pattern in choices else pattern, choices)
     text = f"no node{inside} is selected by '{pattern}'{given}. {listed}{hint}"
     return SelectionError(query, field, text)

@@ -325,7 +325,7 @@ class SavedTensors(ModuleSelector):
         elif any(BLOCK in named.names for named in modules_of(found[0].owners[0])):
             raise ValueError(
                 "SavedTensors: 'block' stands for all that is saved while the block is open, and "
-                "the model has a module of this name: write 're:block' for the module"
+                "the model has a module of this name. Write 're:block' for the module"
             )
 
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:

@@ -314,7 +314,7 @@ def unwrapped(optimizer: object) -> Optimizer:
         found = repr(optimizer)
         if isinstance(optimizer, nn.Module):
             kind = type(optimizer).__name__
-            found = f"the module {kind}; the model comes first, as in attach(model, optimizer)"
+            found = f"the module {kind}; the model comes first: attach(model, optimizer)"
         raise TypeError(f"optimizer: must be a torch.optim.Optimizer, found {found}")
     if not runs_step_hooks(optimizer):
         raise TypeError(

@@ -195,7 +195,9 @@ class Uses(Leaf):
             if (place.kind, place.name) in memory.near[self]:
                 counts[place.site.partition("/")[0]] += place.occurrence != UNUSED
         uses = ", ".join(f"{site}: {count}" for site, count in counts.items()) or "none"
-        given = " What torch.func was not given is a constant there." * autograd.in_functorch()
+        given = (
+            " Tensors that torch.func was not given are constants there." * autograd.in_functorch()
+        )
         return SelectionError(
             self,
             "pattern" if self.use is None else "use",

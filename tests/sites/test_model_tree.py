@@ -276,7 +276,7 @@ class Writes(nn.Linear):
     [
         (
             Made(lambda self, x: Answer(self.linear(x)), linear=nn.Linear(6, 2)),
-            "no autograd node can be told: none leads to Answer",
+            "no autograd node is known: none leads to Answer",
         ),
         (
             Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=small()),
