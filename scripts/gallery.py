@@ -81,7 +81,7 @@ WEIGHTS = torch.tensor([1.6, 0.9])
 
 
 def main(wanted: list[str]) -> None:
-    """Write the page, and the pictures of these names or else all."""
+    """Write the page, and the pictures of these names, or all."""
     PICTURES.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
     entries = [entry for group, *_ in SECTIONS for entry in catalogue.list(group)]

@@ -4,7 +4,7 @@
     python scripts/new.py --check soft_clip
 
 The first command copies the class of a short plug-in, its yaml file and a row of its tests under a
-new name, updates the files that are generated from them, and prints the remaining steps. It
+new name. It updates the files that are generated from them, and prints the remaining steps. It
 overwrites nothing. The second checks one transform or aggregator, or a preset of one, in less than
 20 seconds on an idle machine; `scripts/check` runs all checks.
 """

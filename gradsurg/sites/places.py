@@ -38,7 +38,7 @@ Stage = Literal[
     "sent",  # the gradient that a process sends to be averaged over the processes
     "reduced",  # the average of the gradients that the processes have sent
     "backward_end",  # the running sums, averaged if DDP does so, at the end of a backward pass
-    "step",  # before an optimizer step: its gradients; after it: weights, or their updates
+    "step",  # gradients before an optimizer step, or weights and their updates after it
     "captured",  # the gradients that `torch.autograd.grad` returns
     "forward",  # activations or weights in the forward pass
     "saved",  # tensors that the backward pass reads back from the forward pass
@@ -150,7 +150,7 @@ class Place:
     """A place at which a gradient passes."""
 
     kind: Kind
-    names: tuple[str, ...]  # all of a parameter, or the one of a module that its call goes by
+    names: tuple[str, ...]  # all of a parameter; of a module the name that its call goes by
     # The module or parameter, held weakly: graphs hold hooks, and hooks hold places.
     held: "ref[nn.Module] | ref[Tensor]" = field(compare=False, repr=False)
     call: int | None = None  # the index of that call; OUTSIDE for one outside the model's forward
@@ -380,7 +380,7 @@ class Leaf(Selector):
 
     stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
     group_stages: ClassVar[tuple[Stage, ...]] = ()  # of group transforms
-    changes: ClassVar[str] = "gradients"  # what transforms get here, as a plural
+    changes: ClassVar[str] = "gradients"  # the tensors that transforms get here, in the plural
     copies_params: ClassVar[bool] = False  # whether it holds a copy of the parameters in each step
     compile_limit: ClassVar[str] = ""  # why it acts differently in a compiled model, if it does
 

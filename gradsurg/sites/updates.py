@@ -150,7 +150,7 @@ def _step_second(
 
     The entries of the state go by the names of the parameters.
     """
-    second = copy.copy(optimizer)  # without hooks, as Optimizer.__getstate__ leaves out
+    second = copy.copy(optimizer)  # without hooks, because Optimizer.__getstate__ leaves out
     for attribute in ("grad_scale", "found_inf"):  # of a GradScaler, read by fused optimizers
         setattr(second, attribute, getattr(optimizer, attribute, None))
     second.param_groups = [

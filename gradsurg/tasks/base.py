@@ -67,14 +67,12 @@ class Data:
 
     Validation examples are set aside by `Task.load_with_validation`, or given by the task.
 
-    Args:
-        num_tokens: Inputs are tokens, 0 to `num_tokens` - 1; None: real numbers.
-        every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place
-            of (examples, num_outputs).
-        start: The model is a point in the plane that starts here, and its outputs are the point.
-        heads: How the outputs are divided among the losses of a MultiTask. A model with a parameter
-            `heads` gets it, and may return a tuple with the outputs of each head.
-        order: The batches of an epoch; None: all examples, shuffled.
+    Args: num_tokens: Inputs are tokens, 0 to `num_tokens` - 1, or real numbers if it is None.
+    every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place of
+    (examples, num_outputs). start: The model is a point in the plane that starts here, and its
+    outputs are the point. heads: How the outputs are divided among the losses of a MultiTask. A
+    model with a parameter `heads` gets it, and may return a tuple with the outputs of each head.
+    order: The batches of an epoch; None: all examples, shuffled.
     """
 
     train_inputs: Tensor

@@ -41,7 +41,7 @@ TransformProperty = Literal[
 Need = Literal[
     "value",  # `context.value`, the tensor whose gradient is transformed
     "entering",  # `context.entering`, the gradients of the outputs of the autograd node
-    "product",  # the gradient is that of the input of a matrix product with a weight
+    "product",  # that the gradient belongs to the input of a matrix product with a weight
     "error",  # `context.error`, the gradient of the model's output
     "layer",  # `context.layer`, the module with its input, output and the gradient of its output
     "gradient",  # `context.gradient`, the gradient from which the optimizer made the update

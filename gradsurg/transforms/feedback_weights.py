@@ -45,8 +45,8 @@ class FeedbackWeights(Stateless):
         if entering.shape[:-1] != given.shape[:-1]:
             raise ValueError(
                 f"FeedbackWeights: at the site '{context.site}' the gradient, of shape "
-                f"{list(grad.shape)}, and that of the node's output, {list(entering.shape)}, must "
-                "be equal but for the last axis: select the edge to the input of the product"
+                f"{list(grad.shape)}, and the node's output, {list(entering.shape)}, may differ in "
+                "the last axis only. Select the edge to the input of the product"
             )
         weights = fixed_weights(context, self.scale, entering.shape[-1], given)
         return (entering.to(grad.dtype) @ weights).view(grad.shape)

@@ -1,4 +1,4 @@
-"""Benchmark the overhead of the command: its steps beside those of a plain loop.
+"""Benchmark the overhead of the command: its steps beside a plain loop.
 
 python -m scripts.bench runner [--rounds 8] [--only none clip]
 """
@@ -59,7 +59,7 @@ class Stopwatch(Logger):
 
 
 def table(rounds: int, only: Sequence[str]) -> str:
-    """Return ratios of the command's step times to those of a plain loop, measured alternately."""
+    """Return ratios of the command's step times to a plain loop's, measured alternately."""
     os.environ["WANDB_MODE"] = "offline"
     torch.set_num_threads(1)
     rows = [["the command's steps / by hand", "median (minimum)", "bound", "rest, s"]]
