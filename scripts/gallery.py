@@ -7,8 +7,8 @@ defaults are those of ILLUSTRATED.
 
 import io
 import math
+import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURES = DOCS / "gallery.md", DOCS / "gallery"
+DRAWN = ("transform", "aggregator")
 
 BEFORE, AFTER, SECOND, LINE = "#a3a3a3", "#1d4ed8", "#dc2626", "#d4d4d4"
 STYLE: dict[Any, Any] = {"font.size": 7, "font.family": "DejaVu Sans", "axes.edgecolor": "#737373"}
@@ -84,7 +85,7 @@ def main(wanted: list[str]) -> None:
     """Write the page, and the pictures of these names, or all."""
     PICTURES.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
-    entries = [entry for group, *_ in SECTIONS for entry in catalogue.list(group)]
+    entries = [entry for group in DRAWN for entry in catalogue.list(group)]
     for old in {path.stem for path in PICTURES.glob("*.png")} - {picture(e) for e in entries}:
         (PICTURES / f"{old}.png").unlink()
     for entry in entries:
@@ -93,47 +94,18 @@ def main(wanted: list[str]) -> None:
 
 
 def page() -> str:
-    """Return the text of the page."""
-    parts = [HEAD]
-    for group, title, text in SECTIONS:
-        parts += [f"## {title}\n", textwrap.fill(text, 100), "", "| | |", "|---|---|"]
-        parts += [row(entry) for entry in catalogue.list(group)]
-        parts.append("")
-    parts += ["## Recipes\n", textwrap.fill(RECIPES, 100), "", "| recipe | |", "|---|---|"]
+    """Return the text of the page, with its tables written anew."""
+    text = PAGE.read_text(encoding="utf-8")
     recipes = [*catalogue.list("experiment"), *catalogue.list("surgery")]
-    parts += [row(entry) for entry in recipes if entry.paper]
-    return "\n".join([*parts, ""])
-
-
-HEAD = """# Gallery
-
-Every transform and aggregator, with a picture of its effect on gradients. `python
-scripts/gallery.py` writes this page; `python -m gradsurg.run --list transform` prints a table.
-"""
-RECIPES = (
-    "A recipe is a transform or an aggregator with its sites and its trigger, as a yaml file. "
-    "`gs.load('sgm')` makes the surgery, `gs.load('sgm', 'transform.scale.factor=0.2')` changes a "
-    "key, and `python -m gradsurg.run experiment=sgm` trains with it. Those with `+surgery=` are "
-    "for the configs of other Hydra apps too."
-)
-SECTIONS = (
-    (
-        "transform",
-        "Transforms",
-        "Grey: the gradient. Blue: the result. A function of one entry is drawn as its graph; "
-        "another function of a gradient as the images of circles and rays in the plane of "
-        "gradients with two entries, red arrows from a gradient to its result; a random one as a "
-        "histogram; one with a state over the steps; one of matrices by their singular values. "
-        "Fields other than the defaults, which often change little at this scale, are named; the "
-        "properties are those of the defaults.",
-    ),
-    (
-        "aggregator",
-        "Aggregators",
-        "Grey arrows: the gradients of two tasks in conflict. Blue arrow: the result. Blue curve: "
-        "the result while the second gradient turns by a full circle.",
-    ),
-)
+    tables = {"Recipes": [entry for entry in recipes if entry.paper]}
+    tables |= {f"{group.title()}s": [*catalogue.list(group)] for group in DRAWN}
+    for title, entries in tables.items():
+        above, _, rest = text.partition(f"## {title}\n")
+        begin, line, rows = rest.partition("|---|---|\n")
+        below = rows[match.start() :] if (match := re.search(r"^(?!\|)", rows, re.M)) else ""
+        table = "".join(f"{row(entry)}\n" for entry in entries)
+        text = f"{above}## {title}\n{begin}{line}{table}{below}"
+    return text
 
 
 def row(entry: Entry) -> str:
@@ -570,20 +542,19 @@ def draw_distance(axes: "Axes", transform: Transform) -> None:
 
 def draw_updates(axes: "Axes", transform: Transform) -> None:
     """Draw the sizes of AdamW's updates, with a gradient that grows at a step."""
-    for at, color, label in ((None, BEFORE, "AdamW"), (transform, AFTER, "clipped")):
-        layer = torch.nn.Linear(4, 4, bias=False)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, weight_decay=0.0)
-        acting = [gs.Intervention(at, at=gs.Updates())] if at else []
-        sizes = []
-        with gs.Surgery(*acting).attach(layer, optimizer):
-            for step in range(40):
-                draw = torch.Generator().manual_seed(step)
-                grad = torch.randn(4, 4, generator=draw)
-                layer.weight.grad = grad * (20.0 if step >= 25 else 1.0)
-                before = layer.weight.detach().clone()
-                optimizer.step()
-                sizes.append((layer.weight.detach() - before).square().mean().sqrt().item())
-        axes.plot(sizes, color=color, lw=1.2, label=label)
+    layer, state, sizes = torch.nn.Linear(4, 4, bias=False), transform.init(torch.zeros(4, 4)), []
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, weight_decay=0.0)
+    for step in range(40):
+        grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        grad *= 20.0 if step >= 25 else 1.0
+        layer.weight.grad, before = grad, layer.weight.detach().clone()
+        optimizer.step()
+        update = layer.weight.detach() - before
+        context = TransformContext("a", step=step, gradient=grad)
+        clipped, state = transform.update(update, state, context)
+        sizes.append([each.square().mean().sqrt().item() for each in (update, clipped)])
+    axes.plot([size for size, _ in sizes], color=BEFORE, lw=1.2, label="AdamW")
+    axes.plot([size for _, size in sizes], color=AFTER, lw=1.2, label="clipped")
     named(axes, "step (gradients x 20 from 25 on)", "rms of the update / lr", "upper left")
 
 
