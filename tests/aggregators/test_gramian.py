@@ -88,7 +88,7 @@ def test_one_task_and_zero_gradients(aggregator: Aggregator) -> None:
     match name:
         case "MGDA":
             assert not result.any()
-        case "IMTLG" | "ConFIG" | "NashMTL" | "FairGrad":  # left out, but for what counts T
+        case "IMTLG" | "ConFIG" | "NashMTL" | "FairGrad":  # left out, except for those that count T
             assert (
                 distance(
                     (result / result.norm()).numpy(),

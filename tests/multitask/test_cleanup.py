@@ -22,7 +22,7 @@ from tests.multitask.nets import (
 )
 from tests.nets import num_hooks
 
-# What is left
+# State that is left
 
 
 class Failing(nn.Module):

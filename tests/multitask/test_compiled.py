@@ -184,7 +184,7 @@ def test_a_single_use_graph_is_not_retained() -> None:
         live.backward(called(batch(8)))
 
 
-# What a task reaches
+# Parameters that a task reaches
 
 
 def hinged(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:

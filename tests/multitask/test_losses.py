@@ -16,7 +16,7 @@ from tests.multitask.nets import (
     still,
 )
 
-# What is given wrong
+# Wrong arguments
 
 WRONG = {
     "none": (lambda m: {}, ValueError, "must have at least one"),

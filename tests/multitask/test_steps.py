@@ -217,7 +217,7 @@ def test_calling_an_aggregator_refuses_other_types() -> None:
         gs.PCGrad()(rows)  # pyright: ignore[reportArgumentType]
 
 
-# What is told
+# Warnings
 
 
 class Misshapen(Weighting):

@@ -18,7 +18,7 @@ OPTIONS = (
 
 
 def missing() -> str:
-    """What there is not, or nothing."""
+    """The missing program, or nothing."""
     lacking = [name for name in (CHROMIUM, DRIVER) if shutil.which(name) is None]
     return f"there is no {' and no '.join(lacking)} (Debian: chromium, chromium-driver)" * bool(
         lacking

@@ -110,7 +110,7 @@ def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:
     assert calls_of(live) == {"a": 1, "b": 1}
 
 
-# What goes wrong
+# Errors
 
 
 class Fails(torch.autograd.Function):

@@ -54,7 +54,7 @@ def _sites(model: nn.Module, example: object, at: Selector) -> list[str]:
     return sorted(tree(model, example, at).sites)
 
 
-# What it prints
+# Printed text
 
 
 def test_the_margin_marks_selected_sites_and_parameters_are_listed_under_their_module() -> None:
@@ -172,7 +172,7 @@ def test_a_table_of_a_real_model_is_aligned_and_fits_into_120_columns(
     assert sum(row.num_params for row in seen.rows if not row.again) == seen.num_params
 
 
-# What it marks: the same as an attachment hooks
+# Marks: the places that an attachment hooks
 
 IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
 
@@ -228,7 +228,7 @@ def test_predicates_see_the_modules_of_the_model_itself() -> None:
     assert seen == [model.act]
 
 
-# What it takes
+# Arguments
 
 
 class Two(nn.Module):

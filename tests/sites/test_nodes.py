@@ -14,7 +14,7 @@ from gradsurg.torch_internals import autograd
 from tests.nets import COMPILES_LAYERS, attached, backward, small
 from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point, recomputed
 
-# What is seen and what comes out
+# Sites and results
 
 
 @pytest.mark.parametrize(
