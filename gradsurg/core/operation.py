@@ -40,9 +40,7 @@ class Operation:
     is_idle: bool  # whether nothing acts and nothing is counted in this step
     skips_transform: bool  # whether gradients are counted in this step, and none is transformed
     configuration: object  # another object after each change; hooks compare it by `is`
-    open_configuration: (
-        object  # the configuration if hooks may take their fast path in this step, or None
-    )
+    open_configuration: object  # the same if the fast path is open in this step, else None
 
     def __init__(
         self,

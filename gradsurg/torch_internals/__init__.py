@@ -1,8 +1,8 @@
 """All access to private objects of PyTorch; each has a test.
 
 `private`, `lookup` and `needs` report an object that a version of PyTorch lacks, and only when it
-is used. A path is a module and a name in it, such as `torch.nn:Module._call_impl`. A path for
-`needs` may also name an instance attribute that `__init__` sets, or a local variable of a function.
+is used. A path is a module and a name in it, as `torch.nn:Module._call_impl`. A path for `needs`
+may also name an instance attribute that `__init__` sets, or a local variable of a function.
 """
 
 from collections.abc import Callable

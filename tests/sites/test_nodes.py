@@ -87,7 +87,7 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     assert len(plain[1]) == 7
 
 
-# Spans that need care
+# What HOOKS.md calls the care that spans need
 
 
 def _view_changed(self: Made, x: Tensor) -> Tensor:
