@@ -112,15 +112,15 @@ def compare(
     of numbers, of which the first carries the verdict. With fewer than 6 seeds no exact test can be
     significant.
 
-    The `plain` control gets an empty surgery, `norm_matched` the direction of the plain gradient
-    with the norm of the treated one, `update_norm_matched` the same of the optimizer's update,
-    `placebo` the norm of the treated gradient and its cosine to the plain one in a random
-    direction. `margin` asks for equivalence: the largest difference without practical importance,
-    as 0.02, "0.5pp" or "2%". On a terminal and in a notebook the progress is shown.
+    The `plain` control gets an empty surgery. `norm_matched` gets the direction of the plain
+    gradient with the norm of the treated one, `update_norm_matched` the same of the optimizer's
+    update. `placebo` gets the norm of the treated gradient and its cosine to the plain one in a
+    random direction. `margin` asks for equivalence: the largest difference without practical
+    importance, as 0.02, "0.5pp" or "2%". On a terminal and in a notebook the progress is shown.
 
-    Raises TypeError for an argument of another kind, and ValueError if `seeds` < 1; if the control
-    is unknown or not for this surgery; if the margin is no number; if the surgery was never
-    attached; or if the arms return different keys. Needs the extra `run`; ImportError without it.
+    Raises TypeError for an argument of another kind. Raises ValueError if `seeds` < 1, if the
+    control is unknown or not for this surgery, if the margin is no number, if the surgery was never
+    attached, or if the arms return different keys. Needs the extra `run`; ImportError without it.
     """
     _check(make_model, train, surgery, seeds)
     need("run")

@@ -54,8 +54,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 def main() -> None:
     """Run the command line; under torchrun the other ranks train each run with rank 0.
 
-    The exit code is 0 if all runs finished, 1 if a run failed, made NaN or, in a sweep, diverged,
-    2 if the command line is wrong or the extra `run` is missing, 130 after an interruption.
+    The exit code is 0 if all runs finished, 1 if a run failed, made NaN or, in a sweep, diverged.
+    It is 2 for a wrong command line or without the extra `run`, and 130 after an interruption.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _command(sys.argv[1:])

@@ -124,9 +124,9 @@ def paired_difference(
 def sign_test_p_value(higher: int, lower: int) -> float:
     """Return the two-sided p-value of the exact sign test of `higher` against `lower` seeds.
 
-    2 P(X <= min(higher, lower)) with X ~ Binomial(higher + lower, 1/2), at most 1; ties are left
-    out (Dixon and Mood 1946). For two binary outcomes of the same seeds, with the numbers of seeds
-    in which only one of them is true, this is McNemar's exact test (McNemar 1947).
+    It is 2 P(X <= min(higher, lower)) with X ~ Binomial(higher + lower, 1/2), at most 1. Ties are
+    left out (Dixon and Mood 1946). For two binary outcomes of the same seeds, with the numbers of
+    seeds in which only one of them is true, this is McNemar's exact test (McNemar 1947).
     """
     if higher < 0 or lower < 0:
         raise ValueError(f"numbers of seeds must be >= 0. Found {higher} and {lower}.")
@@ -297,12 +297,12 @@ def margin_verdict(
     """Return the relation of the interval from `low` to `high` to a margin around 0.
 
     `equivalent`: it lies within +-`margin`, both included; by the two one-sided tests of Schuirmann
-    (1987), at level 0.025 each if the interval is one of 95 %. Else, if `better` names the good
-    direction: `better`, it lies beyond 0 on the good side; `worse by more than the margin`, beyond
-    `margin` on the bad side; `worse`, beyond 0 there; each only with a `q_value` of at most 0.05,
-    if one is given. Else `not worse`, it does not reach `margin` on the bad side, or `undecided`.
-    Without a good direction it is `beyond the margin`, on either side, with the same q, or
-    `undecided`.
+    (1987), at level 0.025 each if the interval is one of 95 %. Otherwise, if `better` names the
+    good direction: `better`, it lies beyond 0 on the good side; `worse by more than the margin`,
+    beyond `margin` on the bad side; `worse`, beyond 0 there. These three need a `q_value` of at
+    most 0.05, if one is given. In all other cases `not worse`, if it does not reach `margin` on the
+    bad side, or `undecided`. Without a good direction it is `beyond the margin`, on either side,
+    with the same q, or `undecided`.
     """
     if not 0 <= margin < float("inf"):
         raise ValueError(f"margin_verdict needs a finite margin >= 0. Found {margin}.")
@@ -327,9 +327,9 @@ def detectable_effect(n: int, sd: float, power: float = 0.8, level: float = MAX_
     None if n is too small to reach the level (for 0.05, n < 6). `level` = 0.05 / m is for the one
     arm of m that differs alone, after `benjamini_hochberg`. Where only n equal signs reach it, the
     effect is exact. Otherwise it is the t test's effect (noncentral t) at the largest p-value of
-    the sign-flip test below the level, divided by 1 - 0.2 / k^1.5 for the k p-values up to there,
-    because few p-values cost power. This fit is within 2 % of effects simulated for a power of 0.8
-    and n from 7 to 10.
+    the sign-flip test below the level. It is divided by 1 - 0.2 / k^1.5 for the k p-values up to
+    there, because few p-values cost power. This fit is within 2 % of effects simulated for a power
+    of 0.8 and n from 7 to 10.
     """
     if not 0 < power < 1:
         raise ValueError(f"power must be between 0 and 1. Found {power}.")
@@ -418,9 +418,9 @@ def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
 
     `by_seed[i]` holds the outcomes, or differences to the control, of seed i, one a dose. The test
     is the sign-flip test of a contrast with the maximin coefficients of Abelson and Tukey (1963),
-    which depend only on the order of the doses. There is a direction if its p-value is at most
-    0.05, the means are extreme at the two ends, and between no two doses the outcome moves the
-    other way with a p-value of at most 0.05.
+    which depend only on the order of the doses. There is a direction if three conditions hold. Its
+    p-value is at most 0.05. The means are extreme at the two ends. Between no two doses the outcome
+    moves the other way with a p-value of at most 0.05.
     """
     k = len(doses)
     if len(set(doses)) < max(k, 2):

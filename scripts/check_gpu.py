@@ -13,6 +13,7 @@ from statistics import median
 from time import perf_counter
 
 import torch
+from bench.turns import Arm, in_turns
 from torch import Tensor, nn
 
 import gradsurg as gs
@@ -86,30 +87,27 @@ def norms_equal(device: torch.device) -> str:
     return f"{count} norms"
 
 
-class Training:
+class Training(Arm):
     """A small network that is trained with or without surgery."""
 
-    def __init__(self, device: torch.device, layers: int = 6, width: int = 256) -> None:
-        torch.manual_seed(0)
-        pairs = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())]
-        self.model = nn.Sequential(*pairs, nn.Linear(width, 10)).to(device)
-        self.inputs = torch.randn(64, width).to(device)
+    def __init__(self, device: torch.device, stack: ExitStack, layers: int = 6) -> None:
+        super().__init__(lambda: _network(device, layers), stack)
         self.targets = torch.randint(10, (64,)).to(device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.network: Callable[[Tensor], Tensor] = self.model
 
-    def surgery(self, *transforms: Transform, every: int, stage: Stage = "backward") -> gs.Live:
-        at = gs.Parameters(stage=stage)
-        surgery = gs.Surgery(*(gs.Intervention(transform, at=at) for transform in transforms))
-        return surgery.attach(self.model, self.optimizer, effects_every=every)
+    def loss(self) -> Tensor:
+        return nn.functional.cross_entropy(self.call(self.inputs), self.targets)
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.network(self.inputs), self.targets).backward()
-        self.optimizer.step()
+    def steps(self, count: int = 3) -> Tensor:
+        """Train and return all weights."""
+        for _ in range(count):
+            self.step()
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
 
-    def weights(self) -> Tensor:
-        return torch.cat([param.detach().flatten() for param in self.model.parameters()])
+
+def _network(device: torch.device, layers: int, width: int = 256) -> tuple[nn.Module, Tensor]:
+    pairs = [layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*pairs, nn.Linear(width, 10))
+    return model.to(device), torch.randn(64, width).to(device)
 
 
 def no_waiting(device: torch.device) -> str:
@@ -122,46 +120,37 @@ def no_waiting(device: torch.device) -> str:
         (gs.ClipGlobalNorm(0.1), "step"),
     ]
     for transform, stage in surgeries:
-        training = Training(device)
-        with training.surgery(transform, every=1, stage=stage) as live:
-            for _ in range(3):  # first steps check results, which may wait
-                training.step()
+        with ExitStack() as stack:
+            training = Training(device, stack)
+            live = training.attach(transform, gs.Parameters(stage=stage), every=1)
+            training.steps()  # first steps check results, which may wait
             if device.type == "cuda":
+                stack.callback(torch.cuda.set_sync_debug_mode, "default")
                 torch.cuda.set_sync_debug_mode("error")
-            try:
-                training.step()
-            finally:
-                if device.type == "cuda":
-                    torch.cuda.set_sync_debug_mode("default")
+            training.step()
             counts.append(len(live.effects.rows()))
     return f"{len(counts)} surgeries, {sum(counts)} sites"
 
 
 def clip_as_torch(device: torch.device) -> str:
     """ClipGlobalNorm trains as `clip_grad_norm_`."""
-    ours, theirs = Training(device), Training(device)
-    params = list(theirs.model.parameters())
-
-    def clip(*_: object) -> None:
-        nn.utils.clip_grad_norm_(params, 0.1)
-
-    theirs.optimizer.register_step_pre_hook(clip)
-    with ours.surgery(gs.ClipGlobalNorm(0.1), every=1, stage="step"):
-        for _ in range(3):
-            ours.step()
-            theirs.step()
-    return _compared(ours.weights(), theirs.weights(), 1e-5)
+    with ExitStack() as stack:
+        ours, theirs = Training(device, stack), Training(device, stack)
+        params = list(theirs.model.parameters())
+        theirs.before_step = lambda: nn.utils.clip_grad_norm_(params, 0.1)
+        ours.attach(gs.ClipGlobalNorm(0.1), gs.Parameters(stage="step"), every=1)
+        return _compared(ours.steps(), theirs.steps(), 1e-5)
 
 
 def amp(device: torch.device) -> str:
     """ClipNorm with autocast and a GradScaler is that after `scaler.unscale_`."""
-    ours, theirs = Training(device), Training(device)
     low = torch.float16 if device.type == "cuda" else torch.bfloat16
+    scalers = [torch.amp.GradScaler(device.type, init_scale=1024.0) for _ in range(2)]
 
     def step(training: Training, scaler: torch.amp.GradScaler, by_hand: bool) -> None:
         training.optimizer.zero_grad()
         with torch.autocast(device.type, dtype=low):
-            loss = nn.functional.cross_entropy(training.model(training.inputs), training.targets)
+            loss = training.loss()
         scaler.scale(loss).backward()
         if by_hand:
             scaler.unscale_(training.optimizer)
@@ -170,27 +159,26 @@ def amp(device: torch.device) -> str:
         scaler.step(training.optimizer)
         scaler.update()
 
-    scalers = [torch.amp.GradScaler(device.type, init_scale=1024.0) for _ in range(2)]
-    surgery = gs.Surgery(
-        gs.Intervention(gs.ClipNorm(0.1, eps=1e-6), at=gs.Parameters(stage="step"))
-    )
-    with surgery.attach(ours.model, ours.optimizer, scaler=scalers[0]):
+    with ExitStack() as stack:
+        ours, theirs = Training(device, stack), Training(device, stack)
+        clip = gs.Intervention(gs.ClipNorm(0.1, eps=1e-6), at=gs.Parameters(stage="step"))
+        surgery = gs.Surgery(clip)
+        stack.enter_context(surgery.attach(ours.model, ours.optimizer, scaler=scalers[0]))
         for _ in range(3):
             step(ours, scalers[0], by_hand=False)
             step(theirs, scalers[1], by_hand=True)
-    return _compared(ours.weights(), theirs.weights(), 1e-4)
+        return _compared(ours.steps(0), theirs.steps(0), 1e-4)
 
 
 def compiled(device: torch.device) -> str:
     """A compiled model trains as a plain one with the same surgery."""
-    ours, theirs = Training(device), Training(device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"
-    ours.network = torch.compile(ours.model, backend=backend)
-    with ours.surgery(gs.Clip(BOUND), every=1), theirs.surgery(gs.Clip(BOUND), every=1):
-        for _ in range(3):
-            ours.step()
-            theirs.step()
-    return _compared(ours.weights(), theirs.weights(), 1e-4)
+    with ExitStack() as stack:
+        ours, theirs = Training(device, stack), Training(device, stack)
+        ours.call = torch.compile(ours.model, backend=backend)
+        for arm in (ours, theirs):
+            arm.attach(gs.Clip(BOUND), every=1)
+        return _compared(ours.steps(), theirs.steps(), 1e-4)
 
 
 def _compared(ours: Tensor, theirs: Tensor, least: float) -> str:
@@ -201,44 +189,31 @@ def _compared(ours: Tensor, theirs: Tensor, least: float) -> str:
 
 def step_times(device: torch.device, rounds: int = 20) -> str:
     """Steps with a clamp, over those with hooks by hand."""
-    arms: dict[str, Callable[[Training], object]] = {
-        "hooks by hand": _clamp_by_hand,
-        "gradsurg": partial(Training.surgery, every=0),
-        "effects every step": partial(Training.surgery, every=1),
-        "every 10": partial(Training.surgery, every=10),
-    }
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    names = {"hooks by hand": None, "gradsurg": 0, "effects every step": 1, "every 10": 10}
+
+    def seconds(training: Training) -> float:
+        wait()
+        began = perf_counter()
+        training.steps(10)
+        wait()
+        return perf_counter() - began
+
     with ExitStack() as stack:
-        trainings = {name: Training(device, 20) for name in arms}
-        for name, make in arms.items():
-            if name == "hooks by hand":
-                make(trainings[name])
+        arms = {name: Training(device, stack, layers=20) for name in names}
+        for name, every in names.items():
+            if every is None:
+                for param in arms[name].model.parameters():
+                    param.register_hook(lambda grad: grad.clamp(-BOUND, BOUND))
             else:
-                stack.enter_context(make(trainings[name], gs.Clip(BOUND)))  # pyright: ignore[reportCallIssue, reportArgumentType] - partial
-        times: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(rounds):
-            for name in list(arms)[:: 1 if number % 2 else -1]:
-                times[name].append(_seconds(trainings[name], device))
-    middle = {name: median(own[len(own) // 4 :]) for name, own in times.items()}
+                arms[name].attach(gs.Clip(BOUND), every=every)
+        times = in_turns({name: partial(seconds, arms[name]) for name in arms}, rounds)
+    middle = {name: median(own) for name, own in times.items()}
     base = middle.pop("hooks by hand")
     text = ", ".join(f"{name} {elapsed / base:.2f}" for name, elapsed in middle.items())
     is_fast = middle["gradsurg"] <= LIMIT * base or device.type != "cuda"
     assert is_fast, f"{text}, where gradsurg must be <= {LIMIT}"
     return text
-
-
-def _clamp_by_hand(training: Training) -> None:
-    for param in training.model.parameters():
-        param.register_hook(lambda grad: grad.clamp(-BOUND, BOUND))
-
-
-def _seconds(training: Training, device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = perf_counter()
-    for _ in range(10):
-        training.step()
-    wait()
-    return perf_counter() - began
 
 
 CHECKS: dict[str, Check] = {

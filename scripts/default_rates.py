@@ -4,7 +4,7 @@ python scripts/default_rates.py [--task digits ..] [--optimizer sgd adam ..] [--
 python scripts/default_rates.py --write    the files of conf/rate/ and the table of docs/rates.md
 
 Rates are the optimizer's own times powers of two, and more of them where the best is the least or
-the greatest. The score is that of the validation data; finished runs in `--out` are not repeated.
+the greatest. The score is measured on validation data; finished runs in `--out` are not repeated.
 """
 
 import argparse
@@ -32,7 +32,7 @@ TASKS = {  # the model, and the number of runs at each rate
     "char_lm": ("gpt", "seeds=1"),
 }
 CLASSES = {"digits": 10, "overlay": 10, "temporal_order": 4, "modular": 97}
-CHANCE = 1.5  # times that of the classes: a run that is not better has learned nothing
+CHANCE = 1.5  # times the chance of the classes: a run that is not better has learned nothing
 POWERS = range(-2, 5)  # of two, at first
 MOST = 16  # rates of a pair
 ACCURACY, LOSS = 0.002, 0.02  # how far from its best the default may be: absolute, relative
@@ -71,8 +71,8 @@ class Pair:
 
     @property
     def default(self) -> float:
-        """The optimizer's own rate if it is near the best, else the middle of those that are, the
-        better of two: the best may be the last before training diverges.
+        """The optimizer's own rate if it is near the best, otherwise the middle of the near rates,
+        the better of two. The best may be the last before training diverges.
         """
         if self.best == self.own:
             return self.own

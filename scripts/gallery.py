@@ -7,9 +7,9 @@ defaults are those of ILLUSTRATED.
 
 import io
 import math
+import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURES = DOCS / "gallery.md", DOCS / "gallery"
+DRAWN = ("transform", "aggregator")
 
 BEFORE, AFTER, SECOND, LINE = "#a3a3a3", "#1d4ed8", "#dc2626", "#d4d4d4"
 STYLE: dict[Any, Any] = {"font.size": 7, "font.family": "DejaVu Sans", "axes.edgecolor": "#737373"}
@@ -39,63 +40,52 @@ STYLE |= {"xtick.color": "#525252", "ytick.color": "#525252", "axes.labelcolor":
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6}
 STYLE |= {"legend.frameon": False, "legend.fontsize": 6.5, "legend.handlelength": 1.4}
 
-ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
-    "adagc": {"warmup": 5, "max_norm": 100.0, "decay": 0.9},
-    "adaptive_clip": {"warmup": 20, "max_norm": 100.0},
-    "add_decayed": {"strength": 0.4},
-    "add_noise": {"eta": 0.2},
-    "agc": {"clipping": 0.8, "per": "tensor"},
-    "autoclip": {"z": 0.5, "warmup": 5},
-    "centered_clip": {"tau": 1.0},
-    "chain": {
-        "links": [
-            {"_target_": "gradsurg.Clip", "value": 1.0},
-            {"_target_": "gradsurg.Scale", "factor": 0.5},
-        ]
-    },
-    "clamp": {"low": -0.5, "high": 1.5},
-    "clip": {"value": 1.0},
-    "clip_rms": {"max_norm": 0.7},
-    "delay": {"steps": 12},
-    "dgc": {"amount": 0.1},
-    "dp_sgd": {"noise": 0.5},
-    "fast_sigmoid_surrogate": {"slope": 3.0},
-    "ghm": {"bins": 5},
-    "grokfast_ema": {"decay": 0.9},
-    "grokfast_ma": {"window": 20, "strength": 2.0},
-    "krum": {"num_byzantine": 1},
-    "lars": {
-        "links": [
-            {"_target_": "gradsurg.AddDecayed", "strength": 0.4},
-            {"_target_": "gradsurg.TrustRatio", "coefficient": 0.5},
-        ]
-    },
-    "lrp": {"rule": "zplus"},
-    "mask": {"amount": 0.5},
-    "n_of_m": {"n": 1, "m": 2},
-    "noise": {"sigma": 0.4},
-    "norm_matched": {"of": {"_target_": "gradsurg.Clip", "value": 1.0}},
-    "qsgd": {"per": "unit"},
-    "quantize": {"levels": 3},
-    "route": {"groups": [[0], [1]]},
-    "scale": {"factor": 0.5},
-    "soft_threshold": {"amount": 0.8},
-    "spike_clip": {"threshold": 4.0, "decay": 0.9},
-    "trimmed_mean": {"beta": 0.2},
-    "trust_ratio": {"coefficient": 0.5},
-    "zclip": {"warmup": 20, "max_norm": 100.0},
-}
+ILLUSTRATED: dict[str, dict[str, Any]] = yaml.safe_load("""
+adagc: {warmup: 5, max_norm: 100.0, decay: 0.9}
+adaptive_clip: {warmup: 20, max_norm: 100.0}
+add_decayed: {strength: 0.4}
+add_noise: {eta: 0.2}
+agc: {clipping: 0.8, per: tensor}
+autoclip: {z: 0.5, warmup: 5}
+centered_clip: {tau: 1.0}
+chain: {links: [{_target_: gradsurg.Clip, value: 1.0}, {_target_: gradsurg.Scale, factor: 0.5}]}
+clamp: {low: -0.5, high: 1.5}
+clip: {value: 1.0}
+clip_rms: {max_norm: 0.7}
+delay: {steps: 12}
+dgc: {amount: 0.1}
+dp_sgd: {noise: 0.5}
+fast_sigmoid_surrogate: {slope: 3.0}
+ghm: {bins: 5}
+grokfast_ema: {decay: 0.9}
+grokfast_ma: {window: 20, strength: 2.0}
+krum: {num_byzantine: 1}
+lars:
+  links: [{_target_: gradsurg.AddDecayed, strength: 0.4},
+          {_target_: gradsurg.TrustRatio, coefficient: 0.5}]
+lrp: {rule: zplus}
+mask: {amount: 0.5}
+n_of_m: {n: 1, m: 2}
+noise: {sigma: 0.4}
+norm_matched: {of: {_target_: gradsurg.Clip, value: 1.0}}
+qsgd: {per: unit}
+quantize: {levels: 3}
+route: {groups: [[0], [1]]}
+scale: {factor: 0.5}
+soft_threshold: {amount: 0.8}
+spike_clip: {threshold: 4.0, decay: 0.9}
+trimmed_mean: {beta: 0.2}
+trust_ratio: {coefficient: 0.5}
+zclip: {warmup: 20, max_norm: 100.0}
+""")
 WEIGHTS = torch.tensor([1.6, 0.9])
-NORMS = ("adagc", "adaptive_clip", "autoclip", "zclip")
-MATRICES = ("low_rank", "muon", "orthogonalize")
-ROBUST = ("centered_clip", "geometric_median", "krum", "trimmed_mean")
 
 
 def main(wanted: list[str]) -> None:
-    """Write the page, and the pictures of these names or else all."""
+    """Write the page, and the pictures of these names, or all."""
     PICTURES.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
-    entries = [entry for group, *_ in SECTIONS for entry in catalogue.list(group)]
+    entries = [entry for group in DRAWN for entry in catalogue.list(group)]
     for old in {path.stem for path in PICTURES.glob("*.png")} - {picture(e) for e in entries}:
         (PICTURES / f"{old}.png").unlink()
     for entry in entries:
@@ -104,47 +94,18 @@ def main(wanted: list[str]) -> None:
 
 
 def page() -> str:
-    """Return the text of the page."""
-    parts = [HEAD]
-    for group, title, text in SECTIONS:
-        parts += [f"## {title}\n", textwrap.fill(text, 100), "", "| | |", "|---|---|"]
-        parts += [row(entry) for entry in catalogue.list(group)]
-        parts.append("")
-    parts += ["## Recipes\n", textwrap.fill(RECIPES, 100), "", "| recipe | |", "|---|---|"]
+    """Return the text of the page, with its tables written anew."""
+    text = PAGE.read_text(encoding="utf-8")
     recipes = [*catalogue.list("experiment"), *catalogue.list("surgery")]
-    parts += [row(entry) for entry in recipes if entry.paper]
-    return "\n".join([*parts, ""])
-
-
-HEAD = """# Gallery
-
-Every transform and aggregator, with a picture of its effect on gradients. `python
-scripts/gallery.py` writes this page; `python -m gradsurg.run --list transform` prints a table.
-"""
-RECIPES = (
-    "A recipe is a transform or an aggregator with its sites and its trigger, as a yaml file. "
-    "`gs.load('sgm')` makes the surgery, `gs.load('sgm', 'transform.scale.factor=0.2')` changes a "
-    "key, and `python -m gradsurg.run experiment=sgm` trains with it. Those with `+surgery=` are "
-    "for the configs of other Hydra apps too."
-)
-SECTIONS = (
-    (
-        "transform",
-        "Transforms",
-        "Grey: the gradient. Blue: the result. A function of one entry is drawn as its graph; "
-        "another function of a gradient as the images of circles and rays in the plane of "
-        "gradients with two entries, red arrows from a gradient to its result; a random one as a "
-        "histogram; one with a state over the steps; one of matrices by their singular values. "
-        "Fields other than the defaults, which often change little at this scale, are named; the "
-        "properties are those of the defaults.",
-    ),
-    (
-        "aggregator",
-        "Aggregators",
-        "Grey arrows: the gradients of two tasks in conflict. Blue arrow: the result. Blue curve: "
-        "the result while the second gradient turns by a full circle.",
-    ),
-)
+    tables = {"Recipes": [entry for entry in recipes if entry.paper]}
+    tables |= {f"{group.title()}s": [*catalogue.list(group)] for group in DRAWN}
+    for title, entries in tables.items():
+        above, _, rest = text.partition(f"## {title}\n")
+        begin, line, rows = rest.partition("|---|---|\n")
+        below = rows[match.start() :] if (match := re.search(r"^(?!\|)", rows, re.M)) else ""
+        table = "".join(f"{row(entry)}\n" for entry in entries)
+        text = f"{above}## {title}\n{begin}{line}{table}{below}"
+    return text
 
 
 def row(entry: Entry) -> str:
@@ -174,8 +135,8 @@ def picture(entry: Entry) -> str:
     return f"{entry.group}_{entry.name}"
 
 
-def store(entry: Entry) -> None:
-    """Draw the picture of an entry into its file, with few colors."""
+def store(entry: Entry) -> Path:
+    """Draw the picture of an entry into its file, with few colors, and return its path."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -183,12 +144,14 @@ def store(entry: Entry) -> None:
     mpl.use("agg")
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(2.4, 1.6), dpi=200, layout="constrained")
-        drawer(entry)(axes, made(entry))
+        drawn = made(entry)
+        drawer(entry, drawn)(axes, drawn)
         buffer = io.BytesIO()
         figure.savefig(buffer, facecolor="white")
         plt.close(figure)
     image = Image.open(buffer).convert("RGB").quantize(48)
-    image.save(PICTURES / f"{picture(entry)}.png", optimize=True)
+    image.save(path := PICTURES / f"{picture(entry)}.png", optimize=True)
+    return path
 
 
 def made(entry: Entry) -> Any:  # Any: a transform or an aggregator
@@ -200,26 +163,16 @@ def made(entry: Entry) -> Any:  # Any: a transform or an aggregator
     return make({**config, **ILLUSTRATED.get(entry.name, {})}, base)
 
 
-def drawer(entry: Entry) -> "Callable[[Axes, Any], None]":  # Any: as of `made`
+def drawer(entry: Entry, transform: Any) -> "Callable[[Axes, Any], None]":  # Any: as of `made`
     """Return the function that draws an entry."""
-    if entry.group == "aggregator":
-        return draw_robust if entry.name in ROBUST else draw_tasks
-    transform = made(entry)
-    if entry.name in NORMS:
-        return draw_norms
-    if entry.name in MATRICES:
-        return draw_matrix
-    if "entering" in entry.needs:
-        return draw_product if "product" in entry.needs else draw_entering
-    if "examples" in entry.needs:
-        return draw_examples
-    if "error" in entry.needs:
-        return draw_product
-    if "labels" in entry.needs:
-        return draw_examples_by_label
     if entry.name in ALONE:
         return ALONE[entry.name]
-    if entry.name == "scheduled" or transform.init(torch.zeros(8, 8)):
+    if entry.group == "aggregator":
+        return draw_tasks
+    for need, draw in OF_NEEDS.items():
+        if need in entry.needs:
+            return draw
+    if transform.init(torch.zeros(8, 8)):
         return draw_steps
     if entry.name.endswith(("_surrogate", "surrogate_gradient")):
         return draw_window
@@ -235,12 +188,36 @@ def applied(transform: Transform, grad: Tensor, context: TransformContext | None
     return transform.update(grad, transform.init(grad), context or TransformContext("a"))[0]
 
 
-def cross(axes: "Axes", label: str, result: str) -> None:
+def named(axes: "Axes", label: str, result: str = "", legend: Any = "", ticks: bool = True) -> None:
+    """Name the axes, and draw a legend at a place."""
+    axes.set_xlabel(label, labelpad=1)
+    axes.set_ylabel(result, labelpad=1)
+    if legend:
+        axes.legend(loc=legend)
+    if not ticks:
+        axes.set_xticks([])
+
+
+def cross(axes: "Axes", label: str = "", result: str = "") -> None:
     """Draw the two axes through zero, named."""
     axes.axhline(0, color=LINE, lw=0.6, zorder=0)
     axes.axvline(0, color=LINE, lw=0.6, zorder=0)
-    axes.set_xlabel(label, labelpad=1)
-    axes.set_ylabel(result, labelpad=1)
+    named(axes, label, result)
+
+
+def squared(axes: "Axes", ticks: Sequence[float] = ()) -> None:
+    """Give both axes the same scale and ticks."""
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xticks(ticks)
+    axes.set_yticks(ticks)
+
+
+def bars(axes: "Axes", before: Tensor, after: Tensor, label: str) -> None:
+    """Draw the entries of two vectors, the second in front of the first."""
+    axes.bar(np.arange(len(before)), before, color=BEFORE, alpha=0.6, width=0.8)
+    axes.bar(np.arange(len(after)), after, color=AFTER, width=0.4)
+    axes.axhline(0, color=LINE, lw=0.6)
+    named(axes, label, ticks=False)
 
 
 def draw_graph(axes: "Axes", transform: Transform) -> None:
@@ -260,14 +237,14 @@ def draw_graph(axes: "Axes", transform: Transform) -> None:
 def draw_entering(axes: "Axes", transform: Transform) -> None:
     """Draw the result at a ReLU as a function of the gradient that enters its node."""
     e = torch.linspace(-2, 2, 401)
-    cross(axes, "gradient that enters the ReLU", "result")
+    cross(axes)
     for active, style in ((1.0, "-"), (0.0, (0, (2, 1.5)))):
         name = "active" if active else "inactive"
         axes.plot(e, e * active, color=BEFORE, lw=3.5 if active else 1.5, ls=style)
         result = applied(transform, e * active, TransformContext("a", entering=(e,)))
         offset = 0.05 if active else -0.05
         axes.plot(e, result + offset, color=AFTER, lw=1.6, ls=style, label=name)
-    axes.legend(loc="upper left")
+    named(axes, "gradient that enters the ReLU", "result", "upper left")
 
 
 def draw_window(axes: "Axes", transform: Transform) -> None:
@@ -282,12 +259,16 @@ def draw_window(axes: "Axes", transform: Transform) -> None:
 
 def polar() -> Iterator[Tensor]:
     """Yield circles and rays of gradients with two entries."""
-    angle = torch.linspace(0, 2 * math.pi, 361)
     for radius in (0.5, 1.0, 1.5, 2.0):
-        yield radius * torch.stack([angle.cos(), angle.sin()], dim=1)
-    lengths = torch.linspace(0.02, 2, 100)[:, None]
-    for turn in range(12):
-        yield lengths * torch.tensor([[math.cos(turn * math.pi / 6), math.sin(turn * math.pi / 6)]])
+        yield radius * directions(torch.linspace(0, 2 * math.pi, 361))
+    yield from torch.linspace(0.02, 2, 100)[:, None] * directions(RAYS)[:, None]
+
+
+def directions(angles: Tensor) -> Tensor:
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+RAYS = torch.linspace(0, 2 * math.pi, 13)[:-1]
 
 
 def draw_map(
@@ -297,21 +278,19 @@ def draw_map(
     arrows: bool = True,
 ) -> None:
     """Draw circles and rays of gradients before and after a function of two entries."""
-    cross(axes, "", "")
+    cross(axes)
     for curve in polar():
-        plain = torch.stack([before(point) for point in curve])
-        after = torch.stack([result(point) for point in curve])
-        axes.plot(*plain.T, color=BEFORE, lw=0.5, alpha=0.7, zorder=1)
-        axes.plot(*after.T, color=AFTER, lw=0.9, zorder=3)
-    angle = torch.linspace(0, 2 * math.pi, 13)[:-1] + math.pi / 12
-    points = 1.75 * torch.stack([angle.cos(), angle.sin()], dim=1)
-    for point in points if arrows else ():
+        axes.plot(*stacked(before, curve).T, color=BEFORE, lw=0.5, alpha=0.7, zorder=1)
+        axes.plot(*stacked(result, curve).T, color=AFTER, lw=0.9, zorder=3)
+    for point in 1.75 * directions(RAYS + math.pi / 12) if arrows else ():
         start, end = before(point), result(point)
         if float((end - start).norm()) > 0.05:
             arrow(axes, end, SECOND, 0.7, start)
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.set_xticks([-2, 0, 2])
-    axes.set_yticks([-2, 0, 2])
+    squared(axes, [-2, 0, 2])
+
+
+def stacked(function: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
+    return torch.stack([function(point) for point in points])
 
 
 def draw_plane(axes: "Axes", transform: Transform) -> None:
@@ -350,8 +329,7 @@ def draw_examples_by_label(axes: "Axes", transform: Transform) -> None:
     result = applied(transform, torch.ones(12, 8), TransformContext("a", backward=info))
     axes.imshow(result, cmap="Blues", vmin=-0.2, vmax=1.3, aspect="auto")
     axes.set_yticks(range(12), [f"label {label}" for label in labels.tolist()], fontsize=5)
-    axes.set_xticks([])
-    axes.set_xlabel("units of an activation", labelpad=1)
+    named(axes, "units of an activation", ticks=False)
 
 
 def draw_histogram(axes: "Axes", transform: Transform) -> None:
@@ -366,8 +344,7 @@ def draw_histogram(axes: "Axes", transform: Transform) -> None:
     axes.set_yscale("symlog", linthresh=1000)
     axes.tick_params(left=False, labelleft=False, which="both")
     axes.set_ylim(0)
-    axes.set_xlabel("entry of the gradient", labelpad=1)
-    axes.legend(loc="upper right")
+    named(axes, "entry of the gradient", legend="upper right")
 
 
 def signal(steps: int) -> Tensor:
@@ -396,11 +373,10 @@ def draw_steps(axes: "Axes", transform: Transform) -> None:
     if name == "SpikeClip":
         grads[60:140:25] *= 6
     results = over_steps(transform, grads)
-    cross(axes, "step", "one entry")
+    cross(axes)
     axes.plot(grads[:, 0, 0], color=BEFORE, lw=1.2, label="before")
     axes.plot(results[:, 0, 0], color=AFTER, lw=1.3, label="after")
-    if name == "Scheduled":
-        axes.legend(loc="lower left")
+    named(axes, "step", "one entry", "lower left" if name == "Scheduled" else "")
 
 
 def draw_norms(axes: "Axes", transform: Transform) -> None:
@@ -415,8 +391,7 @@ def draw_norms(axes: "Axes", transform: Transform) -> None:
     axes.plot(grads.norm(dim=1), color=BEFORE, lw=1.6)
     axes.plot(results.norm(dim=1), color=AFTER, lw=1.2)
     axes.set_ylim(0)
-    axes.set_xlabel("step", labelpad=1)
-    axes.set_ylabel("norm", labelpad=1)
+    named(axes, "step", "norm")
 
 
 def draw_agreement(axes: "Axes", transform: Transform) -> None:
@@ -430,28 +405,18 @@ def draw_agreement(axes: "Axes", transform: Transform) -> None:
         total = total + result
     for grad in grads:
         axes.plot(np.arange(12), grad, ls="", marker=".", ms=2.5, color="#525252", zorder=3)
-    axes.bar(np.arange(12), grads.sum(0), color=BEFORE, alpha=0.6, width=0.8)
-    axes.bar(np.arange(12), total, color=AFTER, width=0.4)
-    axes.axhline(0, color=LINE, lw=0.6)
-    axes.set_xlabel("entries; dots: four micro-batches", labelpad=1)
-    axes.set_xticks([])
+    bars(axes, grads.sum(0), total, "entries; dots: four micro-batches")
 
 
 def draw_tokens(axes: "Axes", transform: Transform) -> None:
     """Draw one channel of the gradients of ten tokens before and after."""
     grad = torch.randn(10, 1, generator=torch.Generator().manual_seed(5))
-    axes.bar(np.arange(10), grad[:, 0], color=BEFORE, alpha=0.6, width=0.8)
-    axes.bar(np.arange(10), applied(transform, grad)[:, 0], color=AFTER, width=0.4)
-    axes.axhline(0, color=LINE, lw=0.6)
-    axes.set_xlabel("tokens, in one channel", labelpad=1)
-    axes.set_xticks([])
+    bars(axes, grad[:, 0], applied(transform, grad)[:, 0], "tokens, in one channel")
 
 
 def draw_examples(axes: "Axes", transform: Transform) -> None:
     """Draw the gradients of seven examples, their mean and the result; dots: other draws."""
-    generator = torch.Generator().manual_seed(4)
-    rows = torch.tensor([0.6, 0.5]) + 0.3 * torch.randn(7, 2, generator=generator)
-    rows[0] = torch.tensor([-2.4, 1.9])
+    rows = seven()
 
     def result(seed: int) -> Tensor:
         model = torch.nn.Linear(2, 1, bias=False)
@@ -477,9 +442,7 @@ def draw_matrix(axes: "Axes", transform: Transform) -> None:
     where = np.arange(10)
     axes.bar(where - 0.2, torch.linalg.svdvals(grad), width=0.4, color=BEFORE, label="before")
     axes.bar(where + 0.2, torch.linalg.svdvals(result), width=0.4, color=AFTER, label="after")
-    axes.set_xticks([])
-    axes.set_xlabel("singular values of a matrix", labelpad=1)
-    axes.legend(loc="upper right")
+    named(axes, "singular values of a matrix", legend="upper right", ticks=False)
 
 
 def arrow(axes: "Axes", end: Tensor, color: str, width: float, start: Tensor | None = None) -> None:
@@ -505,44 +468,43 @@ def merged(aggregator: Aggregator, rows: Tensor) -> Tensor:
 def draw_tasks(axes: "Axes", aggregator: Aggregator) -> None:
     """Draw two gradients in conflict, their aggregate, and the aggregates of other angles."""
     first = torch.tensor([1.5, 0.2])
-    angles = torch.linspace(0, 2 * math.pi, 121) + 1e-3
-    seconds = torch.stack([angles.cos(), angles.sin()], dim=1)
-    locus = torch.stack([merged(aggregator, torch.stack([first, other])) for other in seconds])
-    second = torch.tensor([math.cos(2.2), math.sin(2.2)])
-    cross(axes, "", "")
+    seconds = directions(torch.linspace(0, 2 * math.pi, 121) + 1e-3)
+    locus = stacked(lambda other: merged(aggregator, torch.stack([first, other])), seconds)
+    second = directions(torch.tensor(2.2))
+    cross(axes)
     axes.plot(*seconds.T, color=BEFORE, lw=0.5, ls=(0, (3, 2)))
     marks = {"ls": "", "marker": ".", "ms": 2} if locus.diff(dim=0).norm(dim=1).max() > 0.8 else {}
     axes.plot(*locus.T, color=AFTER, lw=0.9, alpha=0.7, **marks)
     arrow(axes, first, "#525252", 1.0)
     arrow(axes, second, "#525252", 1.0)
     arrow(axes, merged(aggregator, torch.stack([first, second])), AFTER, 1.8)
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.set_xticks([])
-    axes.set_yticks([])
+    squared(axes)
 
 
 def draw_robust(axes: "Axes", aggregator: Aggregator) -> None:
     """Draw the gradients of seven tasks, of which one is far away, their mean and the aggregate."""
+    rows, state = seven(), aggregator.init(7)
+    draw_arrows(axes, rows, aggregator.merge(rows, state, AggregatorContext())[0])
+
+
+def seven() -> Tensor:
+    """Return seven gradients, of which the first is far away."""
     generator = torch.Generator().manual_seed(4)
     rows = torch.tensor([0.6, 0.5]) + 0.3 * torch.randn(7, 2, generator=generator)
     rows[0] = torch.tensor([-2.4, 1.9])
-    state = aggregator.init(7)
-    result, _ = aggregator.merge(rows, state, AggregatorContext())
-    draw_arrows(axes, rows, result)
+    return rows
 
 
 def draw_arrows(axes: "Axes", rows: Tensor, result: Tensor) -> None:
     """Draw several gradients, their mean and a result."""
-    cross(axes, "", "")
+    cross(axes)
     for one in rows:
         arrow(axes, one, BEFORE, 0.7)
     axes.plot(*rows.mean(0), marker="x", ms=5, color=SECOND, ls="", label="mean")
     arrow(axes, result, AFTER, 1.8)
     axes.plot(*rows.T, ls="", marker=".", ms=3, color="#525252")
     axes.legend(loc="upper right")
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.set_xticks([])
-    axes.set_yticks([])
+    squared(axes)
 
 
 def draw_skipped(axes: "Axes", transform: Transform) -> None:
@@ -562,9 +524,7 @@ def draw_skipped(axes: "Axes", transform: Transform) -> None:
         axes.plot(path, color=color, lw=1.4, marker=".", ms=4, label=label)
     axes.axvspan(bad, bad + 1, color=SECOND, alpha=0.15, lw=0)
     axes.text(bad - 0.2, 0.1, "g = inf", ha="right", color=SECOND)
-    axes.set_xlabel("step", labelpad=1)
-    axes.set_ylabel("a weight", labelpad=1)
-    axes.legend(loc="upper left")
+    named(axes, "step", "a weight", "upper left")
 
 
 def draw_distance(axes: "Axes", transform: Transform) -> None:
@@ -577,29 +537,25 @@ def draw_distance(axes: "Axes", transform: Transform) -> None:
     axes.plot(values.flatten(), added.flatten(), color=AFTER, lw=1.4)
     axes.axvline(1.0, color=LINE, lw=0.8)
     axes.text(1.1, axes.get_ylim()[0], "z0", va="bottom", color=SECOND)
-    axes.set_xlabel("value z", labelpad=1)
-    axes.set_ylabel("added gradient", labelpad=1)
+    named(axes, "value z", "added gradient")
 
 
 def draw_updates(axes: "Axes", transform: Transform) -> None:
     """Draw the sizes of AdamW's updates, with a gradient that grows at a step."""
-    for at, color, label in ((None, BEFORE, "AdamW"), (transform, AFTER, "clipped")):
-        layer = torch.nn.Linear(4, 4, bias=False)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, weight_decay=0.0)
-        acting = [gs.Intervention(at, at=gs.Updates())] if at else []
-        sizes = []
-        with gs.Surgery(*acting).attach(layer, optimizer):
-            for step in range(40):
-                draw = torch.Generator().manual_seed(step)
-                grad = torch.randn(4, 4, generator=draw)
-                layer.weight.grad = grad * (20.0 if step >= 25 else 1.0)
-                before = layer.weight.detach().clone()
-                optimizer.step()
-                sizes.append((layer.weight.detach() - before).square().mean().sqrt().item())
-        axes.plot(sizes, color=color, lw=1.2, label=label)
-    axes.set_xlabel("step (gradients x 20 from 25 on)", labelpad=1)
-    axes.set_ylabel("rms of the update / lr", labelpad=1)
-    axes.legend(loc="upper left")
+    layer, state, sizes = torch.nn.Linear(4, 4, bias=False), transform.init(torch.zeros(4, 4)), []
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, weight_decay=0.0)
+    for step in range(40):
+        grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        grad *= 20.0 if step >= 25 else 1.0
+        layer.weight.grad, before = grad, layer.weight.detach().clone()
+        optimizer.step()
+        update = layer.weight.detach() - before
+        context = TransformContext("a", step=step, gradient=grad)
+        clipped, state = transform.update(update, state, context)
+        sizes.append([each.square().mean().sqrt().item() for each in (update, clipped)])
+    axes.plot([size for size, _ in sizes], color=BEFORE, lw=1.2, label="AdamW")
+    axes.plot([size for _, size in sizes], color=AFTER, lw=1.2, label="clipped")
+    named(axes, "step (gradients x 20 from 25 on)", "rms of the update / lr", "upper left")
 
 
 def draw_relevance(axes: "Axes", transform: Transform) -> None:
@@ -617,20 +573,26 @@ def draw_relevance(axes: "Axes", transform: Transform) -> None:
         places = torch.arange(5) + (0.2 if at else -0.2)
         axes.bar(places, (x * x.grad)[0].detach(), 0.38, color=color, label=label)
     axes.axhline(0, color=LINE, lw=0.6, zorder=0)
-    axes.set_xlabel("input of the layer", labelpad=1)
-    axes.set_ylabel("relevance", labelpad=1)
-    axes.legend(loc="upper right")
+    named(axes, "input of the layer", "relevance", "upper right")
 
 
-ALONE = {
-    "feature_distance": draw_distance,
-    "gpm": draw_plane,
+OF_NEEDS: "dict[str, Callable[[Axes, Any], None]]" = {  # in the order of precedence
+    "product": draw_product,
+    "entering": draw_entering,
+    "examples": draw_examples,
+    "error": draw_product,
+    "labels": draw_examples_by_label,
+}
+ALONE: "dict[str, Callable[[Axes, Any], None]]" = {
+    **dict.fromkeys(("adagc", "adaptive_clip", "autoclip", "zclip"), draw_norms),
+    **dict.fromkeys(("low_rank", "muon", "orthogonalize"), draw_matrix),
+    **dict.fromkeys(("centered_clip", "geometric_median", "krum", "trimmed_mean"), draw_robust),
+    **dict.fromkeys(("feature_distance", "tap"), draw_distance),
+    **dict.fromkeys(("gpm", "ogd", "project_subspace"), draw_plane),
     "lrp": draw_relevance,
-    "ogd": draw_plane,
-    "project_subspace": draw_plane,
+    "scheduled": draw_steps,
     "sign_agreement": draw_agreement,
     "skip_update": draw_skipped,
-    "tap": draw_distance,
     "tgr": draw_tokens,
     "update_clip": draw_updates,
 }

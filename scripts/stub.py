@@ -22,7 +22,7 @@ from gradsurg.plugins.registry import CONFIG_DIR
 STUB = Path(gradsurg.__file__).with_suffix(".pyi")
 CONFIG = CONFIG_DIR / "config.yaml"
 KEYS = ("\n\n# The keys, with their defaults. scripts/stub.py writes them.\n", "\nhydra:\n")
-"""What stands above and below the keys in the config."""
+"""The text above and below the keys in the config."""
 COLUMN, WIDTH = 26, 99
 
 

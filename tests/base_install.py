@@ -1,4 +1,4 @@
-"""Use gradsurg without its extras, as in one's own training loop: base_install.py README.
+"""Use gradsurg without its extras, in a training loop of a user: base_install.py README.
 
 A script, for an environment that has neither pytest nor the extra `run`. Nothing that is listed by
 `dir(gradsurg)` may ask for another package, except `compare` and `load_study`.

@@ -65,7 +65,7 @@ class Wrapped(Task):
         if self.does == "nan" and len(self.calls) >= self.at:
             return loss * float("nan")
         if self.does == "one nan" and len(self.calls) == self.at:
-            return loss + float("nan")  # whose gradient is that of the loss
+            return loss + float("nan")  # whose gradient is the loss's
         if self.does == "warn":
             warnings.warn("mine", UserWarning, stacklevel=1)
         return loss

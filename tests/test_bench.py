@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from scripts.bench import kernel, multitask, size, start, telemetry
+from scripts.bench import kernel, multitask, size, telemetry
 from scripts.bench.__main__ import main
 
 
@@ -57,15 +57,6 @@ def test_a_method_whose_packages_the_other_library_misses_is_left_out(
     monkeypatch.setattr(multitask, "theirs", theirs)
     _, _, line = multitask.times(["CAGrad", "Mean"], ["2x10"], 2).splitlines()
     assert line.startswith("Mean")
-
-
-@pytest.mark.full
-def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries() -> None:
-    _, _, base, helped = start.table(1, ["help"]).splitlines()
-    assert base.startswith("import torch, hydra")
-    assert base.split()[-2:] == ["1.00", "1.00"]
-    assert helped.startswith("help")
-    assert float(helped.split()[-1]) > 0
 
 
 @pytest.mark.full

@@ -36,7 +36,7 @@ class Links(HTMLParser):
 
 
 def dead(site: Path, pages: dict[Path, Links]) -> list[str]:
-    """Return the local targets that are not in the site, as `page: target`."""
+    """Return the local targets that are not in the site, written `page: target`."""
     found = []
     for page, links in pages.items():
         for target in links.targets:

@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs/own_code.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def task(folder: Path) -> Iterator[None]:
-    """The Python file of the page, as a module of a user."""
+    """The Python file of the page, imported like a module of a user."""
     (code,) = re.findall(r"`columns\.py`:\n\n```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (folder / "columns.py").write_text(code, encoding="utf-8")
     yield

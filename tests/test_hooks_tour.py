@@ -13,7 +13,7 @@ EXAMPLES = sorted(TOUR.glob("*.py"))
 BUILT = ("native_hooks",)  # by a compiler, in about 10 s
 
 TOPICS = 10
-"""What the texts that users read show: as many examples at least."""
+"""The texts that users read have at least this many examples."""
 
 
 def output_of(path: Path) -> str:

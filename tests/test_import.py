@@ -17,7 +17,7 @@ HEAVY = ("hydra", "matplotlib", "numba", "omegaconf", "plotly", "polars", "sklea
 
 
 def _fresh(code: str, *arguments: str, **variables: str) -> str:
-    """What a fresh interpreter prints that runs `code`, warnings being errors."""
+    """The output of a fresh interpreter that runs `code`, with warnings as errors."""
     command = [sys.executable, "-W", "error", "-c", code, *arguments]
     environment = os.environ | variables
     done = subprocess.run(

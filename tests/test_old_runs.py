@@ -1,9 +1,9 @@
 """Studies that an earlier commit has written are reported on and, with the same torch, resumed.
 
 `tests/old_runs` has three studies written with torch 2.13 by a commit of version 0.2.0 that had the
-config key `update_effect_every`: `plain` and `sweep` are finished, the treated run of `killed` was
+config key `update_effect_every`. `plain` and `sweep` are finished. The treated run of `killed` was
 killed at step 23 and has a checkpoint of step 16. `expected.json` has the numbers of that version's
-reports, and under `whole` those of the killed run when nothing kills it. The commands were
+reports, and under `whole` the numbers of the killed run when nothing kills it. The commands were
 
     python -m gradsurg.run transform=clip seeds=6 study=plain WORDS
     python -m gradsurg.run -m transform=clip,sign lr=0.1,0.4 seeds=2 study=sweep WORDS
@@ -36,7 +36,7 @@ KILLED += ["checkpoint_every=8", "checkpoint_seconds=0"]
 
 @pytest.fixture
 def copied(folder: Path) -> Path:
-    """A copy in the current folder, as `runs`."""
+    """A copy in the current folder, named `runs`."""
     shutil.copytree(FOLDER, folder / "runs")
     return folder / "runs"
 

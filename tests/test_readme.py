@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""The README's code runs and prints its output."""
 
 import re
 import runpy

@@ -46,7 +46,7 @@ class FewDigits(Digits):
 
 
 def shell(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command as a user types it, in `folder`, with warnings as errors but for wandb's."""
+    """The command as a user types it, in `folder`, with warnings as errors, except wandb's."""
     return subprocess.run(
         [sys.executable, "-m", "gradsurg.run", *words],
         cwd=folder,
@@ -89,7 +89,7 @@ UNTIMED = ("step time", "----")
 
 
 def untimed(printed: str) -> str:
-    """What is printed, without the times and without the width of a column that they decide."""
+    """The output, without the times and without the width of a column that they decide."""
     lines = [line for line in printed.splitlines() if not line.startswith(UNTIMED)]
     text = "\n".join(" ".join(line.split()) for line in lines)
     return re.sub(r"Step time:[^:]*?ms\swith\s", "", text)
@@ -97,7 +97,7 @@ def untimed(printed: str) -> str:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The main job, small, in a folder that is not the checkout, as a user starts it."""
+    """The main job, small, started by a user in a folder that is not the checkout."""
     folder = tmp_path_factory.mktemp("first")
     words = ["transform=clip", "steps=60", "seeds=2", "log_every=20", "study=first"]
     return folder, shell(folder, *words)

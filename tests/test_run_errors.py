@@ -98,7 +98,7 @@ def test_the_next_command_removes_what_a_killed_one_left(here: Here, folder: Pat
 
 def test_an_unwritable_folder_is_reported_in_one_line(here: Here) -> None:
     ended = here("transform=clip", "out=/proc/no/runs", *SHORT)
-    assert ended.code in (1, 2)  # root is told only by the failing write
+    assert ended.code in (1, 2)  # root sees only the failing write
     (line,) = ended.err.splitlines()
     assert "/proc" in line
 

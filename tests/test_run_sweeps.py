@@ -1,4 +1,4 @@
-"""Sweeps: what is planned, what is done again, and what is told when jobs fail."""
+"""Sweeps: planned jobs, repeated jobs, and the output when jobs fail."""
 
 import json
 from pathlib import Path

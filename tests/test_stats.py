@@ -386,7 +386,9 @@ def test_the_monte_carlo_estimate_agrees_with_the_exact_p_value(monkeypatch) -> 
 
 
 def paired_case(generator: random.Random, n: int) -> list[float]:
-    """Normal differences, or those of a lattice of accuracies, with ties, zeros and heavy seeds."""
+    """Normal differences, or differences of a lattice of accuracies, with ties, zeros and heavy
+    seeds.
+    """
     kind, shift = generator.randrange(5), generator.choice([0, 0.3, 0.5, 1])
     values = [generator.gauss(shift, 1) for _ in range(n)]
     lattice = [0.1 * round(2 * value) for value in values]

@@ -67,8 +67,8 @@ def check_result(
 
 def refuse_graph(hook: "SiteHook", index: int, grad: Tensor) -> None:
     """Raise RuntimeError if a graph of the gradient is made, whose derivative would be wrong."""
-    # With create_graph, a gradient may have no graph itself (that of a linear loss), while the
-    # result depends on the value and should have one: so grad mode in a backward pass counts too.
+    # With create_graph, a gradient may have no graph itself (a linear loss), while the result
+    # depends on the value and should have one: so grad mode in a backward pass counts too.
     # Activations have a graph without it, and so has everything under `torch.func.grad`.
     has_graph = grad.requires_grad or (torch.is_grad_enabled() and autograd.in_backward())
     if has_graph and hook.operation.stage != "forward" and not autograd.in_functorch():

@@ -140,8 +140,8 @@ def closing_notes(attachment: "Attachment", operation: Operation) -> list[str]:
             "show all of them"
         )
     entries = attachment.ledger.of(operation.label)
-    # A part of a selector is told only if all sites have acted: of sites without a gradient the
-    # ledger warns, which says more.
+    # A part of a selector is reported only if all sites have acted. The ledger warns of sites
+    # without a gradient, which says more.
     if operation.placed and all(entry.all_calls or entry.skipped for entry in entries):
         silent = ", ".join(map(repr, operation.at.unmatched(operation.memory)))
         if silent:

@@ -51,7 +51,7 @@ class Hooked:
         if error is None and not any(entry.calls for entry in self._ledger):
             warnings.warn(
                 f"{self._label}: it was hooked, and no gradient passed before the block "
-                "ended: the backward has to run inside it, or call remove() after that",
+                "ended. Call backward() inside the block, or remove() after it",
                 SurgeryWarning,
                 stacklevel=2,
             )

@@ -42,7 +42,7 @@ GradCallable = Callable[[Tensor], Tensor]
 
 
 class Facts(NamedTuple):
-    """What hooks need to know of a transform of an intervention, or of a link of its `Chain`."""
+    """Facts for hooks about a transform of an intervention, or about a link of its `Chain`."""
 
     transform: Transform
     apply: Callable[[Tensor, TransformContext], Tensor] | None  # None if it keeps a state
@@ -54,7 +54,7 @@ class Facts(NamedTuple):
     def chosen(
         self, state: TransformState, before: TransformState, fires: Tensor
     ) -> TransformState:
-        """The next state or the one before, as a trigger evaluated on the device decides."""
+        """The next state or the one before, chosen by a trigger evaluated on the device."""
         if state.keys() != before.keys():
             raise TypeError(
                 f"{self.label}: {self.transform!r} has a state of {', '.join(state)}, and init() "
@@ -90,12 +90,12 @@ class Intervention:
     # Whether the trigger reads the gradient, and whether a part of it is a user's.
     reads_gradient: bool = field(init=False, repr=False, compare=False)
     has_own_trigger: bool = field(init=False, repr=False, compare=False)
-    # What hooks need to know of each link, and what they need besides the gradient.
+    # Facts for hooks about each link, and their inputs besides the gradient.
     facts: tuple[Facts, ...] = field(init=False, repr=False, compare=False)
     asks: frozenset[Ask] = field(init=False, repr=False, compare=False)
     # Whether it has to see each forward pass.
     observes: bool = field(init=False, repr=False, compare=False)
-    # As those of the selector: "gradients", or what else is changed.
+    # The selector's `changed_tensors`, such as "gradients".
     changed_tensors: str = field(init=False, repr=False, compare=False)
     # The links that check parameters, and the part that takes no sparse gradient, if there is one.
     checking_links: tuple[Transform, ...] = field(init=False, repr=False, compare=False)
@@ -187,7 +187,7 @@ class Intervention:
 
     @cached_property
     def links(self) -> tuple[Transform, ...]:
-        """The transforms of a `Chain`, in order, each measured by itself; else the transform."""
+        """The transforms of a `Chain`, in order, each measured by itself, or the transform."""
         if self.aggregator is not None:
             return ()
         return links_of(self.operator)
@@ -223,7 +223,7 @@ class Intervention:
             case "backward" if self.acts_on_parameters:
                 return "linear" not in properties
             case "accumulated" | "sent" | "reduced" | "backward_end":
-                # The running sum is transformed again after each pass, with what was in it before.
+                # The running sum is transformed again after each pass, with its earlier content.
                 return not {"linear", "idempotent"} <= properties
             case _:
                 return False
@@ -336,7 +336,7 @@ class Intervention:
         if changes and label not in labels:
             raise LookupError(f"'{label}' has several links: {', '.join(labels)}")
         if when is not None and not isinstance(when, Trigger):
-            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {when!r}")
+            raise TypeError(f"when: must be a trigger such as Steps(stop=100), found {when!r}")
         transform = self.operator
         if changes:
             links = [
@@ -356,21 +356,19 @@ class Intervention:
 
     def _check_kinds(self) -> None:
         if not isinstance(self.at, Selector):
-            raise TypeError(
-                f"at: must be a selector of sites, as Parameters('*'), found {self.at!r}"
-            )
+            raise TypeError(f"at: must be a selector such as Parameters('*'), found {self.at!r}")
         if not isinstance(self.when, Trigger):
-            raise TypeError(f"when: must be a trigger, as Steps(stop=100), found {self.when!r}")
+            raise TypeError(f"when: must be a trigger such as Steps(stop=100), found {self.when!r}")
         if self.aggregator is not None:
             self.at.check_aggregator(self.aggregator)
         elif self.at.for_aggregators:
             if isinstance(self.transform, type):
                 hint = f"{self.transform.__name__}()"
                 raise TypeError(
-                    f"transform: must be an aggregator, found a class: did you mean {hint}?"
+                    f"transform: must be an aggregator, found a class. Did you mean {hint}?"
                 )
             raise ValueError(
-                "at: SharedParameters is for aggregators, as those that derive from Weighting of "
+                "at: SharedParameters is for aggregators, such as subclasses of Weighting in "
                 f"gradsurg.aggregators.base, found {self.transform!r}; Parameters "
                 "with stage='backward' has the gradient of each task, stage='step' the combined "
                 "one"
@@ -473,7 +471,7 @@ def lack(place: str, need: Need) -> str:
 
 
 def _group_link(intervention: Intervention) -> Transform:
-    """Return the link that acts on a group of gradients, else the whole transform."""
+    """Return the link that acts on a group of gradients, or the whole transform without one."""
     group_links = (link for link in intervention.links if link.scope == "group")
     return next(group_links, intervention.operator)
 

@@ -128,24 +128,23 @@ class Live:
 
         `losses` are scalar tensors, in a dict by task name or in a list. Each task is
         backpropagated separately, and transforms act on each. An aggregator combines the gradients
-        of each group of shared parameters into one; a parameter that only one task reaches gets the
+        of each group of shared parameters into one. A parameter that only one task reaches gets the
         gradient of that task, unless the task is a memory of `AGEM` or `GEM`. The results are added
-        to `.grad`. Other leaves, as an input that requires a gradient, get the sum over the tasks.
-        A hook of your own on a parameter is called with the gradient of each task, and once more
-        with the result.
+        to `.grad`. Other leaves, such as an input that requires a gradient, get the sum over the
+        tasks. A hook of your own on a parameter is called with the gradient of each task, and once
+        more with the result.
 
-        If the aggregator weights losses, as `Mean` does, and no non-linear transform has to act on
-        each task, there is one backward of the weighted losses, so the weights also apply to
+        If the aggregator weights losses, like `Mean`, and no non-linear transform has to act on
+        each task, there is one backward of the weighted losses. So the weights also apply to
         parameters of a single task. In measured steps each task has an extra pass, which calls your
         own hooks. Without an aggregator there is one backward of the sum.
 
-        With `aggregate=False` the gradients are kept, and added to those of the next call, so that
-        several batches make one step. Each may have only some of the tasks, unless losses are
-        weighted.
-        Kept gradients are dropped by `discard`, by an error and by a step of the optimizer. With a
-        GradScaler, give losses that it has scaled. `scale` multiplies the update, as by the 1/n of
-        a framework that accumulates n batches; the losses that aggregators read are not scaled.
-        `retain_graph` is that of `Tensor.backward`.
+        With `aggregate=False` the gradients are kept, and added to the gradients of the next call,
+        so that several batches make one step. Each may have only some of the tasks, unless losses
+        are weighted. Kept gradients are dropped by `discard`, by an error and by a step of the
+        optimizer. With a GradScaler, give losses that it has scaled. `scale` multiplies the update,
+        for example by the 1/n of a framework that accumulates n batches. The losses that
+        aggregators read are not scaled. `retain_graph` is the argument of `Tensor.backward`.
 
         Raises TypeError or ValueError for an invalid loss, for a transform whose state would mix
         the gradients of the tasks, and, with an aggregator, for losses that share no parameter.
@@ -157,10 +156,10 @@ class Live:
     def jacobian(self, losses: "Losses") -> dict[str, Tensor]:
         """Return the gradient of each of T losses by each parameter `(T, *shape)`, by name.
 
-        `losses` are those of `backward`. Transforms act on the gradient of each task, aggregators
-        do not; rows of a task that does not reach a parameter are zeros. `.grad` does not change,
-        and the graph is kept. Only parameters that require a gradient are returned. Raises as
-        `backward` does.
+        `losses` are the same as for `backward`. Transforms act on the gradient of each task,
+        aggregators do not; rows of a task that does not reach a parameter are zeros. `.grad` does
+        not change, and the graph is kept. Only parameters that require a gradient are returned.
+        Raises as `backward` does.
         """
         self.attachment.check_open()
         return self.attachment.multi_task.jacobian(losses, self.attachment.operations)
@@ -193,13 +192,13 @@ class Live:
         self.clock.batch = {name: tensor.detach() for name, tensor in tensors.items()}
 
     def set_example_labels(self, labels: Tensor) -> None:
-        """Give the labels alone, as `set_batch` does; its other tensors stay."""
+        """Give the labels alone; the other tensors of `set_batch` stay."""
         self.set_batch(**{**self.clock.batch, "labels": labels})
 
     def discard(self) -> None:
         """Drop the gradients kept by `live.backward(..., aggregate=False)`.
 
-        With an aggregator that weights losses, as `Mean`, none are kept: they are in `.grad`.
+        With an aggregator that weights losses, such as `Mean`, none are kept: they are in `.grad`.
         """
         if self.attachment.has_multi_task:
             self.attachment.multi_task.discard()
@@ -241,8 +240,8 @@ class Live:
         """Attach one more intervention and return its label, for `remove` and `set`.
 
         It acts from the next backward on; from the next forward on if it reads the batch, or hooks
-        tensors in the forward, as at Outputs. An error leaves nothing attached. Raises RuntimeError
-        inside a backward pass, as `remove` and `set` do.
+        tensors in the forward, for example at Outputs. An error leaves nothing attached. Raises
+        RuntimeError inside a backward pass, and so do `remove` and `set`.
         """
         attachment = self._changeable_attachment()
         if not isinstance(intervention, Intervention):
@@ -282,9 +281,10 @@ class Live:
     ) -> None:
         """Use these optimizers from now on, in the place of earlier ones; states are kept.
 
-        Each may be wrapped, as by Accelerate or Lightning, with the optimizer as its `.optimizer`.
-        Steps of `clock` are counted, by default those of the first. Raises TypeError for something
-        that is no optimizer, ValueError if stage `step` has a parameter that none of them holds.
+        Each may be wrapped, for example by Accelerate or Lightning, with the optimizer as its
+        `.optimizer`. Steps of `clock` are counted, by default the first optimizer's. Raises
+        TypeError for something that is no optimizer, ValueError if stage `step` has a parameter
+        that none of them holds.
         """
         self.attachment.check_open()
         self.attachment.bind(optimizer, clock)

@@ -104,10 +104,10 @@ class Operation:
         self.begin_step()
 
     def invalidate(self) -> None:
-        """Decide and check anew: something outside the intervention, as its state, has changed."""
+        """Decide and check anew after a change outside the intervention, such as of its state."""
         self.set(self.intervention)
 
-    # What the trigger says.
+    # Decisions of the trigger.
 
     def begin_step(self) -> None:
         """Decide for all sites whether the trigger fires and whether effects are measured."""
@@ -228,7 +228,7 @@ class Operation:
             "Draw from a torch.Generator seeded by context.seed, context.site and the step.",
         )
 
-    # What kinds of site ask.
+    # Answers to kinds of site.
 
     @property
     def stateful(self) -> str:
@@ -258,7 +258,7 @@ class Operation:
 
     @property
     def moment(self) -> object:
-        """What else determines a result: transform, trigger, step, epoch, switches.
+        """All else that determines a result: transform, trigger, step, epoch, switches.
 
         None once it is closed.
         """
@@ -298,7 +298,7 @@ class Operation:
             self.examples = ExampleSource(recorder, item.links[0])
 
     def note(self, text: str) -> None:
-        """Record a warning that is told when the surgery ends."""
+        """Record a warning that is emitted when the surgery ends."""
         note = f"{self.label}: {text}"
         if note not in self.notes and note not in self.attachment.warned:
             self.notes.append(note)

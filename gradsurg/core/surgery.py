@@ -114,7 +114,7 @@ class Surgery:
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
-        """The labels of the links of each intervention, as in logs."""
+        """The labels of the links of each intervention, which logs use."""
         if self._live is not None:
             return self._live.labels
         labels: list[tuple[str, ...]] = []
@@ -138,8 +138,8 @@ class Surgery:
         too.
 
         Triggers read the number of steps that `optimizer` has made, and stage `step` requires it.
-        Without an optimizer an aggregator draws new random numbers at each `live.backward`.
-        Of several optimizers the steps of `clock` are counted, by default those of the first.
+        Without an optimizer an aggregator draws new random numbers at each `live.backward`. Of
+        several optimizers the steps of `clock` are counted, by default the first one's.
 
         Effects are measured every `effects_every` steps, never if 0. The conflict of several tasks
         is measured in each such step whose number is a multiple of `conflict_every`. With `shadow`
@@ -150,9 +150,9 @@ class Surgery:
         on the scale is then refused at stages with scaled gradients. A scaler that was not passed
         is noticed, with a warning, at the first optimizer step.
 
-        Used without `with`, the surgery stays attached until `live.close()`, as by `start`. If that
-        is never called, a warning names the line of this call once the handle and the surgery are
-        dropped, or when the program ends.
+        Used without `with`, the surgery stays attached until `live.close()`, like with `start`. If
+        that is never called, a warning names the line of this call once the handle and the surgery
+        are dropped, or when the program ends.
 
         Raises LookupError, listing the names, if a selector matches nothing; the first forward
         raises it if sites are known only then.
@@ -357,5 +357,5 @@ def _model_error(model: object) -> str:
     if isinstance(model, type):
         hint = f": did you mean {model.__name__}()?"
     if isinstance(model, Optimizer):
-        text, hint = type(model).__name__, "; the model comes first, as in attach(model, optimizer)"
+        text, hint = type(model).__name__, "; the model comes first: attach(model, optimizer)"
     return f"model: must be a torch.nn.Module, found {text}{hint}"

@@ -18,7 +18,7 @@ _numbers = count()
 class TracedHook:
     """The interventions at one module as a function of the gradient without side effects.
 
-    A hook of a module, as Dynamo traces it, says `if hook.mark(hook.key): register hook.call`.
+    The code of a module hook, which Dynamo traces, is `if hook.mark(hook.key): register hook.call`.
 
     Dynamo calls `mark` once, while it traces, and takes its result as a constant: `mark` notes in
     the ledger that the site is in compiled code, which counts nothing later. Dynamo guards on the

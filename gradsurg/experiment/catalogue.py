@@ -50,8 +50,8 @@ PART = 4  # letters of a word that may be a part of another: `sam` does not mean
 class Entry:
     """One option of a config group, `group=name` on the command line.
 
-    `target` is its class, `preset_of` the option of the same class named like the class if this is
-    another one, `paper` a citation and `url` its page, `fields` the content of the yaml file and
+    `target` is its class. `preset_of` is the option named like the class, if this is another option
+    of it. `paper` is a citation and `url` its page, `fields` the content of the yaml file and
     `also` other words for it. A transform `needs` inputs besides the gradient; it or a kind of site
     acts at `stages`.
     """

@@ -17,8 +17,8 @@ ActingControl = Literal["norm_matched", "update_norm_matched", "placebo"]
 """Controls that change gradients; the plain control changes none.
 
 `norm_matched` has the direction of the plain gradient and the norm of the treated one,
-`update_norm_matched` the same of the optimizer's update, `placebo` the norm of the treated gradient
-and its cosine to the plain one, in a random direction."""
+`update_norm_matched` the same of the optimizer's update. `placebo` has the norm of the treated
+gradient and its cosine to the plain one, in a random direction."""
 
 
 def control_interventions(

@@ -68,7 +68,7 @@ def template(groups: Sequence[str]) -> str:
 def described(name: str) -> dict[str, str]:
     """Return the text below each field of a class of the schema, on one line.
 
-    The schema is read, not imported: it needs a library that help does without.
+    The schema is read without importing it, because it imports a library that help does not need.
     """
     module = ast.parse(SCHEMA.read_text(encoding="utf-8"))
     classes = {one.name: one for one in module.body if isinstance(one, ast.ClassDef)}

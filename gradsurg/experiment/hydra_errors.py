@@ -26,14 +26,14 @@ NO_KEY = "is not a key here."
 
 RULES = (
     (r"Ambiguous value for argument '(logger=(.+))'", r"\1: a list is written logger=[\2]"),
-    (r"Ambiguous value for argument '(.+)'", r"\1: several values need a sweep: add -m"),
+    (r"Ambiguous value for argument '(.+)'", r"\1: several values need a sweep. Add -m"),
     (r"Could not delete '(transform|logger)'.*", r"\1: cannot be taken out; '\1=[]' empties it"),
     (r"Error resolving .* '\$\{task\}_\$\{optimizer\}'.*", "task, optimizer: both are required"),
     (r"Could not delete from config\. '(.+)' does not exist\.", r"\1: is not a key here"),
     (r"Could not append to config\. An item is already at '(.+)'\.", r"\1: exists; omit the +"),
     (
         r"Could not override '(.+)'\. No match in the defaults list\.",
-        r"\1: this config has one as a whole: change its fields, as \1.<field>=..",
+        r"\1: this config has one as a whole. Change its fields by \1.<field>=..",
     ),
     (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
     (r"Cannot find primary config '(.+?)'.*", r"--config-name: there is no config '\1'"),
@@ -112,10 +112,10 @@ def _unreadable(error: OverrideParseException) -> str:
         several = "when=all_of 'when.of=[{_target_: gradsurg.Steps, start: 3}]'"
         return f"{word}: one trigger is when=steps when.start=3, several are {several}"
     if value.startswith("~"):
-        return f"{word}: cannot be read: the shell does not expand ~ after =; write $HOME"
+        return f"{word}: cannot be read, because the shell does not expand ~ after =. Write $HOME"
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) > value.count(closing):
-            return f"{word}: cannot be read: a '{opening}' is not closed"
+            return f"{word}: a '{opening}' is not closed"
     reason = first_line(error).partition(" expecting ")[0].partition("LexerNoViable")
     reason = reason[0] or "it has a character that needs quotes"
     advice = "Commas, brackets, braces and spaces need quotes"

@@ -24,8 +24,8 @@ PLUG_INS = {
 def interrupt_at_time_limit() -> None:
     """Make the time limit of a submitit job a KeyboardInterrupt; do nothing in other processes.
 
-    submitit's signal handler either requeues the job and exits, or raises an exception, which a
-    run would take for its own.
+    submitit's signal handler either requeues the job and exits, or raises an exception, which looks
+    like an error of the run.
     """
     if "SUBMITIT_EXECUTOR" not in os.environ:
         return

@@ -59,9 +59,9 @@ def _typing(words: Sequence[str]) -> Iterator[str]:
     for before, word, value in zip(["", *words], words, [*words[1:], ""], strict=False):
         key, _, given = word.removeprefix("--").partition("=")
         if word.startswith("--") and key in keys:
-            yield f"{word}: is a key, not an option: write {key}={given or value}"
+            yield f"{word}: is a key, not an option. Write {key}={given or value}"
         if word.startswith("=") or (before in keys and word == "="):
-            yield f"{before}: no spaces around =: write {before}={given or value}"
+            yield f"{before}: no spaces around =. Write {before}={given or value}"
 
 
 def _repeated_keys(words: Sequence[str]) -> Iterator[str]:

@@ -37,13 +37,13 @@ def load(
 
     A config in the place of a recipe is one that `from_config` takes. (Any: what YAML can hold.)
 
-    `overrides` change keys, as on the command line: `load("sgm", "transform.scale.factor=0.2")`. A
-    recipe with several sites maps names to interventions: `load("attnlrp",
-    "interventions.gate.transform.factor=1")`.
-    A recipe or an override may name classes and functions of your own by `_target_`, a dotted path.
-    They are imported and called only with `own_code=True`: use it for files that you trust. Raises
-    LookupError for an unknown name, FileNotFoundError for a missing file, and ValueError, with one
-    line for each fault, if the file is no recipe, has a wrong value, or names code unasked.
+    `overrides` change keys like on the command line, for example `load("sgm",
+    "transform.scale.factor=0.2")`. A recipe with several sites maps names to interventions:
+    `load("attnlrp", "interventions.gate.transform.factor=1")`. A recipe or an override may name
+    classes and functions of your own by `_target_`, a dotted path. They are imported and called
+    only with `own_code=True`: use it for files that you trust. Raises LookupError for an unknown
+    name, FileNotFoundError for a missing file, and ValueError, with one line for each fault, if the
+    file is no recipe, has a wrong value, or names code unasked.
     """
     from gradsurg.experiment.compose import PRESETS, files_of
 

@@ -296,9 +296,9 @@ def config_text(config: Mapping[str, object]) -> str:
 def merged_facts(before: Values, now: Values) -> Values:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
-    The command line of `before` stays where `now` has none, and so do `looked`, the number of
-    finished runs of the arm when the run was planned, `search`, the metric by which a trial of a
-    search was chosen, and `margin_after` (see `add_facts`).
+    The command line of `before` stays where `now` has none. So do `looked`, the number of finished
+    runs of the arm when the run was planned, `search`, the metric that chose a trial of a search,
+    and `margin_after` (see `add_facts`).
     """
     kept = ("command", "looked", "margin_after", "search")
     now = {key: before[key] for key in kept if key in before} | {**now}

@@ -114,7 +114,7 @@ class Sweep(Callback):
         sweeper, direction = config.hydra.sweeper, "minimize" if lower else "maximize"
         typed = {key_in(str(word)) for word in config.hydra.overrides.hydra}
         if "direction" not in sweeper:
-            tell(f"hydra/sweeper: has no key direction: it must {direction} {metric} by its own")
+            tell(f"hydra/sweeper: has no key direction, so it must {direction} {metric} by its own")
         elif "hydra.sweeper.direction" not in typed:
             with read_write(sweeper):
                 sweeper.direction = direction

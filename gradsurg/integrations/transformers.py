@@ -67,11 +67,11 @@ class SurgeryCallback(library.TrainerCallback):
         Each is divided by the number of batches that are accumulated for the update, and multiplied
         by the loss scale of `fp16`, as the Trainer does. With `normalized=True` they are not
         divided: this is for sums over the batch that you divided by `num_items_in_batch`, as models
-        of Hugging Face do if they get it. By default the Trainer's
-        `loss_is_scaled_for_ga` decides; if it is None they are divided, with a warning if the
-        Trainer would not divide its own loss. With several processes multiply normalized losses by
-        their number, as `Trainer.compute_loss` does. `scale` multiplies the losses in place of the
-        division; `options` are passed to `live.backward`.
+        of Hugging Face do if they get it. By default the Trainer's `loss_is_scaled_for_ga` decides;
+        if it is None they are divided, with a warning if the Trainer would not divide its own loss.
+        With several processes multiply normalized losses by their number, like
+        `Trainer.compute_loss`. `scale` multiplies the losses in place of the division; `options`
+        are passed to `live.backward`.
 
         Raises RuntimeError outside of `Trainer.train`, ValueError for both `normalized` and
         `scale`.

@@ -94,9 +94,9 @@ class Wandb(StudyLogger):
     `test/loss.min` or `test/accuracy.max`. The study's own run has the verdict in its
     notes and its summary, and one artifact: page, comparison, surgery and environment.
 
-    W&B makes a panel for each logged name. With `panels="few"` only the names of `PANELS` get one;
-    the others are hidden metrics, which can still be plotted, and all numbers of the last measured
-    step are in one table, `effects`, a row for each transform and site. `norm_ratio` is norm_after
+    W&B makes a panel for each logged name. With `panels="few"` only the names of `PANELS` get one.
+    The others are hidden metrics, which can still be plotted. All numbers of the last measured step
+    are in one table, `effects`, with a row for each transform and site. `norm_ratio` is norm_after
     / norm_before.
     """
 

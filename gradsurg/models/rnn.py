@@ -52,8 +52,8 @@ class RNN(nn.Module):
     `layers.0.cell` for each step: equal and slower, but hooks see every step.
 
     `init` is torch's own or of Pascanu et al. 2013 (arXiv 1211.5063, their code), with biases of
-    zero: `basic_tanh`, weights normal of deviation 0.1; `smart_tanh`, of 0.01, with recurrent
-    weights from each unit to 15 random units only, scaled to a spectral radius of 0.95.
+    zero. `basic_tanh` has normal weights of deviation 0.1, `smart_tanh` of 0.01. The latter has
+    recurrent weights from each unit to 15 random units only, scaled to a spectral radius of 0.95.
     """
 
     def __init__(

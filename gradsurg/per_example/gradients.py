@@ -71,10 +71,10 @@ class ExampleSource:
     """The gradients of the examples of each step, and numbers about them at measured steps.
 
     `numbers()` has the means of `NUMBERS` over the measured steps, of the gradients g_i of the loss
-    of single examples. The noise scale is tr(S) / |G|² with unbiased estimates of both from the
-    mean of |g_i|² and the norm of the mean of g_i, each averaged over the steps: McCandlish et al.
-    2018 (arXiv 1812.06162), appendix A.1 with batches of 1 and n. It is left out if the
-    estimate of |G|² is not positive.
+    of single examples. The noise scale is tr(S) / |G|². Both are unbiased estimates from the mean
+    of |g_i|² and the norm of the mean of g_i, each averaged over the steps (McCandlish et al. 2018,
+    arXiv 1812.06162, appendix A.1 with batches of 1 and n). It is left out if the estimate of |G|²
+    is not positive.
     """
 
     def __init__(self, recorder: Recorder, transform: Transform) -> None:
@@ -98,11 +98,11 @@ class ExampleSource:
         if attachment.is_scaled:
             raise ValueError(
                 "PerSample: gradients of single examples are recorded times the loss scale; use a "
-                "precision that needs no GradScaler, as bfloat16"
+                "precision that needs no GradScaler, such as bfloat16"
             )
         if not self.recorder.records:
             raise RuntimeError(
-                "PerSample: no backward pass of the model was recorded in this step: call the "
+                "PerSample: no backward pass of the model was recorded in this step. Call the "
                 "model itself, with the batch as the first axis of its first tensor"
             )
         params = params_by_name(attachment.model)
@@ -189,7 +189,7 @@ class ExampleGradients:
 
     @property
     def shares(self) -> Tensor | None:
-        """The share of each example, (n,): the size of an average pass by that of its own.
+        """The share of each example, (n,): the size of an average pass over the size of its own.
 
         None if all are 1.
         """
@@ -292,8 +292,8 @@ class ExampleGradients:
         if error > 2 * TOLERANCE.get(self.grads[0].dtype, 5e-2) * size:
             raise ValueError(
                 "PerSample: the first example of the batch has another gradient than in a batch of "
-                "its own: the model mixes the examples of a batch, or the first axis of a tensor "
-                "is not that of the examples"
+                "its own. The model mixes the examples of a batch, or the first axis of a tensor "
+                "does not have the examples"
             )
 
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
@@ -442,7 +442,7 @@ def _draws(call: UnitCall) -> bool:
 
 
 def _reduction_doubt(examples: ExampleGradients, is_mean: bool) -> str:
-    """Return a warning if the outputs' gradients are not those of the declared reduction.
+    """Return a warning if the outputs' gradients do not fit the declared reduction.
 
     The gradient of a cross-entropy by the outputs sums to zero and has a 1-norm of at most 2.
     """
@@ -466,8 +466,8 @@ def _reduction_doubt(examples: ExampleGradients, is_mean: bool) -> str:
         return ""
     declared = "mean" if is_mean else "sum"
     return (
-        f"PerSample: reduction='{declared}', and the gradients of the outputs look like those of a "
-        f"cross-entropy that is the {other} over the batch: is it reduction='{other}'?"
+        f"PerSample: reduction='{declared}', and the gradients of the outputs look like a "
+        f"cross-entropy that is the {other} over the batch. Is it reduction='{other}'?"
     )
 
 
@@ -514,8 +514,8 @@ def _rows_of_units(
 ) -> dict[nn.Parameter, Tensor]:
     """Compute the rows of parameters that no layer with a rule uses, by `vmap`.
 
-    Each is differentiated in the innermost module that was recorded as a unit and owns it, else in
-    the whole model. Raises ValueError, with the names, if that is not possible.
+    Each is differentiated in the innermost module that was recorded as a unit and owns it,
+    otherwise in the whole model. Raises ValueError, with the names, if that is not possible.
     """
     model = recorder.model()
     assert model is not None
@@ -531,8 +531,8 @@ def _rows_of_units(
         )
         if unit is None:
             raise ValueError(
-                f"PerSample: '{site}' got a gradient of no recorded batch: the first axis of the "
-                "model's input must be that of the examples"
+                f"PerSample: '{site}' got a gradient of no recorded batch. The first axis of the "
+                "model's input must have the examples"
             )
         name = next(name for name, own in unit.named_parameters() if own is param)
         chosen.setdefault(unit, {})[name] = param

@@ -2,8 +2,8 @@
 
 A layer's input x has the shape (n, ...), one entry an example, dy is the gradient of its output. A
 rule computes, for a parameter of the layer, the rows (n, *shape), their squared norms (n,), and
-their weighted sum; the last two without the rows where that is cheaper ("ghost" norms: Goodfellow
-2015, arXiv 1510.01799; Bu et al., NeurIPS 2022, arXiv 2205.10683).
+their weighted sum. It computes the last two without the rows where that is cheaper ("ghost" norms:
+Goodfellow 2015, arXiv 1510.01799; Bu et al., NeurIPS 2022, arXiv 2205.10683).
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Rule:
         return ""
 
     def is_batched(self, layer: Module, inputs: Tensor) -> bool:
-        """Whether the first axis of the input can be that of the examples."""
+        """Whether the first axis of the input can have the examples."""
         return inputs.ndim >= 2
 
     def rows(self, call: LayerCall, name: str) -> Tensor:
@@ -220,7 +220,7 @@ class NormalizationRule(Rule):
 
     def refusal(self, layer: Module) -> str:
         if self is _batch and (layer.training or layer.running_mean is None):
-            return "its statistics are those of the batch, so that no example has a loss of its own"
+            return "its statistics come from the batch, so that no example has a loss of its own"
         return ""
 
     def rows(self, call: LayerCall, name: str) -> Tensor:

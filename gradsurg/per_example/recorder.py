@@ -37,8 +37,8 @@ class Recorder:
     """Hooks on a model's modules, and the records of the backward passes since `clear`.
 
     Layers with a rule are recorded one by one, other modules with parameters of their own and the
-    model itself as a unit. The first axis of every tensor is that of the examples; a layer whose
-    input has another length there is not recorded.
+    model itself as a unit. The first axis of every tensor has the examples; a layer whose input has
+    another length there is not recorded.
     """
 
     def __init__(self, model: nn.Module, stack: ExitStack) -> None:

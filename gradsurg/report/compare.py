@@ -59,10 +59,10 @@ SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
 }
 """The columns of a comparison.
 
-`steps` to `norm_high` are about the treated arm and, with `_control`, about the other: whether a
-constant scale of its gradients has no effect (`scale_free`), the rate, whether values were `tuned`,
-those that were `chosen` beside the rate, the number of `configurations` to choose from, and the
-change of the gradients as in `Study.changes`. `family` is the number of arms of this study among
+`steps` to `norm_high` are about the treated arm and, with `_control`, about the other: `scale_free`
+(a constant scale of its gradients has no effect), the rate, whether values were `tuned`, and the
+values `chosen` beside the rate. `configurations` is the number to choose from. The change of the
+gradients is in the columns of `Study.changes`. `family` is the number of arms of this study among
 which q is corrected. All are null where they are not known.
 """
 

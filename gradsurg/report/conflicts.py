@@ -38,10 +38,11 @@ HOW = (
 def conflict_means(study: Study) -> pl.DataFrame:
     """Return the mean of each number over the steps of a run and then over runs, and its text.
 
-    A row is an arm, group of parameters, number and item: a pair of tasks (the cosine, the least
-    first), a task (norm, weight, decrease, and the share of steps at which the update, to first
-    order, raises its loss), another aggregator (the cosine to its update, the nearest first), or ""
-    for a single number. The tasks of an arm conflict most in its group that `is_sharpest`.
+    A row is an arm, group of parameters, number and item. The item is a pair of tasks (the cosine,
+    the least first), another aggregator (the cosine to its update, the nearest first), a task, or
+    "" for a single number. A task has norm, weight, decrease, and the share of steps at which the
+    update raises its loss to first order. The tasks of an arm conflict most in its group that
+    `is_sharpest`.
     """
     steps = _steps(study)
     if steps.is_empty():

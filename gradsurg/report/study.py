@@ -94,7 +94,7 @@ class Study:
     def changes(self) -> pl.DataFrame:
         """The change of the gradients in treated runs: columns run, cosine, norm_low, norm_high.
 
-        `cosine` is the least over the sites of the mean between the gradient before and after,
+        `cosine` is the least over the sites of the mean between the gradient before and after.
         `norm_low` and `norm_high` are the least and the greatest over the sites of the mean norm
         after over the mean norm before. Links of a chain at a site are multiplied. A run with an
         aggregator, or in which nothing was measured, has no row.

@@ -106,10 +106,10 @@ TRENDS = {
 def trends(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
     """Return the trend of each metric's difference over each swept number, with its size.
 
-    Of the seeds (or blocks) with a difference at every dose; the columns up to `peak_p` are those
-    of `stats.trend`, of the doses that are `acting`. A dose that equals the control in every metric
-    and seed is `inactive`, and no part of a trend. q is among the trends of a metric, and
-    `peak_q` among their peaks; there is a `direction` only if q is at most 0.05 too.
+    Of the seeds (or blocks) with a difference at every dose. The columns up to `peak_p` are from
+    `stats.trend`, over the doses that are `acting`. A dose that equals the control in every metric
+    and seed is `inactive`, and no part of a trend. q is among the trends of a metric, and `peak_q`
+    among their peaks; there is a `direction` only if q is at most 0.05 too.
     """
     rows: list[dict[str, Any]] = []  # Any: of a row
     different = pl.col("differences").list.eval(pl.element() != 0).list.any()

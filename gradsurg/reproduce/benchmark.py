@@ -38,7 +38,7 @@ class TaskSpec:
 
 @validated
 class FormSpec:
-    """A form: numbers of levels, splits and seeds, its methods (empty: all), and the tuning.
+    """A form: numbers of levels, splits and seeds, its methods (all if empty), and the tuning.
 
     `tune` is that of all methods; empty: of each method's own file.
     """
@@ -128,9 +128,9 @@ class Level:
         return {k: [cell.mean(k)[i] for i, cell in enumerate(alone)] for k in splits}
 
     def excesses(self, method: str) -> dict[Key, tuple[float, ...]]:
-        """By split and seed, how much is lost of each loss's part that is learned alone.
+        """The share of each loss's reduction in training alone that is lost, by split and seed.
 
-        0: as low as where it is trained alone; 1, the most: as if nothing had been learned of it.
+        It is 0 if the loss is as low as there, and at most 1, if nothing was learned of it.
         """
         return {
             key: tuple(

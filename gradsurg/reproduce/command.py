@@ -50,8 +50,8 @@ SAME, OTHER, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     """Run the command on the checkout `root` and return the exit code.
 
-    0: each claim has the verdict that is recorded for it, 1: one has another, or could not be
-    judged, 2: the command or an `expected.yaml` is wrong, or a checkout or an extra is missing.
+    It is 0 if each claim has its recorded verdict, and 1 if one has another or could not be judged.
+    It is 2 if the command or an `expected.yaml` is wrong, or a checkout or an extra is missing.
     """
     arguments = parser().parse_intermixed_args(words)
     if root is None:

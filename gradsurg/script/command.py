@@ -201,7 +201,7 @@ class _Study:
             if self.metric is None:
                 names = [*ended.seen] or ["NAME"]
                 example = f"metric=higher:{names[-1]} or metric=lower:{names[-1]}"
-                none = "it has reported none: print 'name: number', or call gradsurg.outcome(..)"
+                none = "it reported none. Print 'name: number', or call gradsurg.outcome(..)"
                 unknown = f"of none the better direction is known: write {example}"
                 raise ConfigError([f"metric: {unknown if ended.seen else none}"])
             tell(about_taken(self.metric))

@@ -58,7 +58,7 @@ class ScriptRun:
 
     @property
     def label(self) -> str:
-        """The label of the arm, as in a run of a task."""
+        """The label of the arm, like in a run of a task."""
         names = "+".join(self.command.surgery.get("transform", ()))
         match self.kind:
             case "treated":

@@ -102,7 +102,7 @@ def parse(words: Sequence[str]) -> Command:
     if "--" not in words:
         scripts = [word for word in words if word.endswith(".py")]
         before = f" {scripts[0]}" if scripts else " SCRIPT.py"
-        raise ConfigError([f"--: is missing before the script: write --{before}"])
+        raise ConfigError([f"--: is missing before the script. Write --{before}"])
     place = [*words].index("--")
     own, call = [*words[:place]], _call([*words[place + 1 :]])
     folders, others = split_config_dirs(own)
@@ -147,7 +147,7 @@ def _call(words: list[str]) -> Call:
     is_module = words[:1] == ["-m"]
     name, *others = words[is_module:] or [""]
     if not name:
-        raise ConfigError(["--: the script is missing behind it: write -- train.py --epochs 3"])
+        raise ConfigError(["--: the script is missing behind it. Write -- train.py --epochs 3"])
     if not is_module and not Path(name).is_file():
         near = [path.name for path in sorted(Path(name).parent.glob("*.py"))]
         raise ConfigError([f"{name}: there is no such script. {nearest(name, near)}"])
@@ -168,11 +168,11 @@ def _fault(word: str) -> str:
     if group == "aggregator":
         return f"aggregator: {value} cannot act in a script as it is: {BACKWARD}"
     if group.startswith("hydra"):
-        return f"{key}: runs are processes of this machine here: jobs=4 has four at once"
+        return f"{key}: runs are processes of this machine here. Write jobs=4 for four at once"
     if group in KNOWN:
         return ""
     if group in (*GROUPS, *Settings.__annotations__, "shared"):
-        return f"{key}: is the script's own: give it behind --, as the script has it"
+        return f"{key}: is the script's own. Give it behind --, spelt like in the script"
     return f"{key}: is not a key here. {nearest(group, KNOWN)}"
 
 

@@ -31,7 +31,7 @@ Owners = dict[int, tuple[ref[Tensor], int, list[Acted]]]
 
 
 class Outcome(NamedTuple):
-    """What a hook did to one tensor of a call, to be repeated in a recomputation of the call."""
+    """The action of a hook on one tensor of a call, repeated in a recomputation of the call."""
 
     site: str
     hook: Hook
@@ -45,7 +45,7 @@ Record = dict[str, Outcome]
 Records = WeakKeyDictionary[nn.Module, list[Record]]
 """The calls of each module in the newest forward, in order.
 
-Shared by all threads, as a backward pass may run in another one.
+Shared by all threads, because a backward pass may run in another one.
 """
 
 
@@ -80,7 +80,7 @@ class Flow:
     def on_input(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Transform the input of a module, in a pre-hook, as `on_output`."""
+        """Transform the input of a module, in a pre-hook; see `on_output`."""
         change = self._change_at(module)
         is_bare = bare(args, kwargs) is not None
         at_path: Change = (lambda _, tensor: change("", tensor)) if is_bare else change
@@ -205,14 +205,15 @@ class Activations(ModuleSelector):
     derivative to be one. Site ids are `name#call`, then `.input`, and the path of the tensor unless
     it is the only one: `mix#0.input.1`, `mix#0.input.mask`.
 
-    A tensor is transformed once, at its first site: a module that returns a tensor as it got it
-    from another matching module (an identity, a container with the output of its last child or the
-    input of its first) adds no site. A tensor changed in place between them is another value. A
-    module that writes to its input writes to the transformed tensor, and to a copy of a container
-    or object that holds it, not to those of its caller.
+    A tensor is transformed once, at its first site. A module adds no site if it returns a tensor
+    unchanged from another matching module, such as an identity or a container with the output of
+    its last child. A tensor changed in place between them is another value. A module that writes to
+    its input writes to the transformed tensor, and to a copy of a container or object that holds
+    it; the caller's remain unchanged.
 
-    A call without gradients, as in a validation under `torch.no_grad()`, is transformed and changes
-    no state of the transform or the trigger; the forward of a reentrant checkpoint changes it.
+    A call without gradients, such as a validation under `torch.no_grad()`, is transformed and
+    changes no state of the transform or the trigger; the forward of a reentrant checkpoint changes
+    it.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed
@@ -265,7 +266,7 @@ def _acted_on(tensor: Tensor, owners: Owners, name: str) -> list[Acted]:
 
 
 def _facts(record: Record) -> dict[str, tuple[object, bool]]:
-    """What the outcomes of equal calls have in common."""
+    """The parts of an outcome that are the same in equal calls."""
     return {path: (outcome.moment, outcome.is_changed) for path, outcome in record.items()}
 
 

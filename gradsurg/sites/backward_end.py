@@ -22,13 +22,13 @@ from gradsurg.torch_internals import autograd, compiling
 def hook_backward_ends(door: Door, places: Sequence[Place]) -> None:
     """Transform the `.grad`s of the parameters at the end of each backward pass.
 
-    In DistributedDataParallel that is after the average, in the passes through its output that
-    average; else in each pass that reaches one of the parameters.
+    In DistributedDataParallel this is after the average, in the passes through its output that
+    average. Otherwise it is in each pass that reaches one of the parameters.
     """
     # `register_multi_grad_hook` will not do: it never fires for a root, fires twice around a
     # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
     stack = door.stack
-    # Kept, as a graph that was made before a change of the interventions may have its hooks.
+    # Kept, because a graph made before a change of the interventions may have its hooks.
     wrappers = wrappers_of(door.model)
     passes: _BackwardPasses
     passes = door.kept.setdefault(_BackwardPasses, _BackwardPasses(bool(wrappers)))

@@ -22,8 +22,9 @@ WRAPPER = "BackwardHookFunctionBackward"  # the node around a module with full b
 FORWARD = -1  # the number of a backward pass outside of any
 
 Edge = tuple[Node | None, int]
-"""A node and the index of one of its outputs, as a tensor's place in the graph; the node is None
-for a tensor without a gradient."""
+"""The place of a tensor in the graph: a node and the index of one of its outputs. The node is None
+for a tensor without a gradient.
+"""
 
 
 class Returned(NamedTuple):

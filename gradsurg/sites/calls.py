@@ -58,9 +58,9 @@ class CallNumbers:
     def next(self, module: nn.Module, other: str = "") -> Call | None:
         """Number a call of the module; `other` is its name if it is not in the model.
 
-        None for one without a name, and for the recomputation of a call that has made
-        a graph. The recomputation of a call without a graph, as in a reentrant checkpoint, has the
-        number of that call, since it makes the graph.
+        None for one without a name, and for the recomputation of a call that has made a graph. The
+        recomputation of a call without a graph (reentrant checkpoint) has the number of that call,
+        since it makes the graph.
         """
         if autograd.backward_task() != -1:
             return self._recomputed(module)
@@ -138,7 +138,7 @@ class CallNumbers:
 
 
 class ThreadCalls(threading.local):
-    """The `calls` of each thread: sequence numbers and running calls are those of a thread."""
+    """The `calls` of each thread, which has its own sequence numbers and running calls."""
 
     def __init__(self, names: Mapping[int, tuple[str, ...]], left_out: compiling.LeftOut) -> None:
         self.calls = CallNumbers(names, left_out)
@@ -158,7 +158,7 @@ class Shared:
 
     @cached_property
     def _left_out(self) -> compiling.LeftOut:
-        """The hooks that compiled code does without, if no kind needs numbers there."""
+        """The hooks that compiled code does not need, if no kind needs numbers there."""
         return compiling.LeftOut()
 
     def follow(self, stack: ExitStack, *, is_traced: bool = False) -> ThreadCalls:

@@ -95,7 +95,7 @@ class _GradMode(TorchFunctionMode):
         self, grads: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Return the result of `grad`, with transformed gradients of the inputs that are sites."""
-        inputs = args[1]  # `torch.autograd.grad` itself passes them by position, as a tuple
+        inputs = args[1]  # `torch.autograd.grad` itself passes them by position, in a tuple
         results: dict[int, Any] = {}
         with torch.set_grad_enabled(bool(kwargs.get("create_graph"))):
             for tensor, grad in zip(inputs, grads, strict=True):
@@ -180,14 +180,14 @@ class Captured(ModuleSelector):
     inputs of the call: for other tensors and for gradient edges the result of PyTorch is unchanged.
 
     Only the returned gradient changes, not the one that flows on to other inputs: for that use
-    `Outputs`. The transform gets the gradient that PyTorch returns: if the inputs also include a
-    tensor that an output was computed from, before the hooks of that output, else after them. An
-    unused input has no gradient, unless `materialize_grads` makes zeros of it. `is_grads_batched`
-    is refused, since a transform takes one gradient. Inside `torch.func` all tensors are wrapped,
-    and none is a site.
+    `Outputs`. The transform gets the gradient that PyTorch returns. It acts before the hooks of an
+    output if the inputs also include a tensor from which that output was computed, otherwise after
+    them. An unused input has no gradient, unless `materialize_grads` makes zeros of it.
+    `is_grads_batched` is refused, since a transform takes one gradient. Inside `torch.func` all
+    tensors are wrapped, and none is a site.
 
-    A `TorchFunctionMode` sees the torch functions of the thread that opened the block, which costs
-    each of them 1.5 to 2.5 us (one core, torch 2.13) and a call of code compiled by Inductor 4 us.
+    A `TorchFunctionMode` sees the torch functions of the thread that opened the block. Each of them
+    costs 1.5 to 2.5 us more (one core, torch 2.13), and a call of code compiled by Inductor 4 us.
     Calls in other threads are not seen. In compiled code a module whose output is a site breaks the
     graph.
     """

@@ -26,9 +26,9 @@ class Combined(Selector):
     """The places that any, all or none (field `by`) of the selectors `of` pick.
 
     `limit` keeps the places of that many calls or nodes, in the order in which they are reached.
-    `count` is the required number, checked when attaching for parameters, else after the first
-    forward. `test` is called with each picked `Place` and may reject it. Each part of `any` must
-    match something by itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`,
+    `count` is the required number. It is checked when attaching for parameters, otherwise after the
+    first forward. `test` is called with each picked `Place` and may reject it. Each part of `any`
+    must match something by itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`,
     `a.expect(count)`, `a.where(test)`.
 
     Raises ValueError if the parts of `all` have no kind of site in common.
@@ -44,7 +44,7 @@ class Combined(Selector):
 
     def __post_init__(self) -> None:
         if self.stage is not None:
-            raise Contradiction("stage", "is that of the selectors: give it to each of them")
+            raise Contradiction("stage", "belongs to the selectors: give it to each of them")
         if any(query.count is not None for query in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
         staged = {leaf.kind_at(None).name for leaf in self.leaves if leaf.stage is not None}
@@ -165,7 +165,7 @@ class Combined(Selector):
                 yield from part.unmatched(memory)
 
     def _is_near(self, place: Place, near: Near) -> bool:
-        # All names of the model are near, but for that of a model which is not offered itself.
+        # All names of the model are near, except the name of a model that is not offered itself.
         has_others = (place.kind, ELSEWHERE) in near
         return (place.kind, place.name) in near or (has_others and place.name != ROOT)
 

@@ -74,10 +74,10 @@ class EveryModule(Leaf):
     A module of the model has its name there (the model itself is `root`, which a pattern must spell
     out); any other module has the name of its class: a loss is `CrossEntropyLoss#0`. `types` is a
     pattern on the class. Calls are counted within one call of the model; a call outside it is call
-    0. `kind` chooses the global hook and the sites: `forward_pre` and `forward` change the
-    positional inputs and the outputs of modules, as `Activations` does; `full_backward_pre` and
-    `full_backward` change gradients, as `ModuleGradients` does, and its limits then hold for every
-    module of the process.
+    0. `kind` chooses the global hook and the sites. `forward_pre` and `forward` change the
+      positional inputs and the outputs of modules, like `Activations`. `full_backward_pre` and
+      `full_backward` change gradients, like `ModuleGradients`, and its limits then hold for every
+      module of the process.
 
     Calls in all threads are seen, but not those in compiled code, which ignores global hooks
     registered after it was compiled. Modules outside the model are unknown until they are called: a

@@ -61,7 +61,7 @@ class Steps:
     is_joint: bool = False
 
     def hook(self, found: Sequence[Named]) -> None:
-        """Act around each step, if there are optimizers: else it waits for `bind`.
+        """Act around each step, if there are optimizers, otherwise wait for `bind`.
 
         Raises ValueError if two optimizers hold a parameter, or if at first none does.
         """

@@ -260,7 +260,7 @@ def _notes(walk: _Walk, at: Selector | None, changed: Sequence[str]) -> list[str
     notes = []
     if not walk.has_graph and any(param.requires_grad for param in walk.model.parameters()):
         outputs = ", ".join(path for path, spec in walk.rows[0].outputs if spec is None)
-        notes.append(f"no autograd node can be told: none leads to {outputs or 'what it returns'}")
+        notes.append(f"no autograd node is known: none leads to {outputs or 'what it returns'}")
     if walk.hides_nodes:
         notes.append("a reentrant checkpoint makes its nodes in the backward: not all are here")
     if _reaches_outside(at):

@@ -176,15 +176,15 @@ class ModuleGradients(ModuleSelector):
     """The full backward hooks of the modules whose name fits `pattern`.
 
     `kind="full_backward_pre"`: the gradients of the outputs of a module, at sites `name#call`.
-    `kind="full_backward"`: those of its positional inputs, at sites `name#call.input`; as for
-    `Inputs` with `path="branch"`, a change does not reach the parameters of the module itself. The
-    path of the tensor follows if there are several: `lstm#0.0`.
+    `kind="full_backward"`: the gradients of its positional inputs, at sites `name#call.input`. A
+    change does not reach the parameters of the module itself; see `Inputs` with `path="branch"`.
+    The path of the tensor follows if there are several: `lstm#0.0`.
 
     Prefer `Outputs` and `Inputs`. PyTorch wraps the inputs and outputs of a hooked module in views
     at every call, selected or not. So an operation after the module must not write to its output in
-    place (PyTorch raises); an unused input gets a gradient of zeros instead of none;
-    `torch.autograd.grad(y, weight)` bypasses `full_backward`; `torch.compile` breaks the graph
-    there and refuses `fullgraph=True`; inside `torch.func` such a module raises. The hooks ignore
+    place (PyTorch raises), and an unused input gets a gradient of zeros instead of none.
+    `torch.autograd.grad(y, weight)` bypasses `full_backward`. `torch.compile` breaks the graph
+    there and refuses `fullgraph=True`. Inside `torch.func` such a module raises. The hooks ignore
     tensors passed by keyword or inside lists and dicts: the ledger lists these, and a call without
     others raises. If no input needs a gradient the ledger says so once; PyTorch's own warning about
     it, in each backward pass, is suppressed while the block is open. The deprecated

@@ -173,12 +173,12 @@ KINDS["enter"] = replace(KINDS["enter"], known_at="backward")
 class Nodes(Leaf):
     """The autograd nodes of one kind, made inside the modules whose name fits `module`.
 
-    `pattern` is the name of a node: `Mul` fits every overload, `MulBackward1` only that one; or a
-    glob or `re:` on either; or a family: activation, attention, conv, loss, matmul, norm,
-    rectifier, rnn, softmax. A rectifier is a ReLU or ReLU6; to PyTorch the latter is a Hardtanh, so
-    that `nn.Hardtanh` is one too. `types` is a pattern on the class of the module. `call` picks one
-    call of the module, `occurrence` one of several such nodes in the call, in the order in which
-    they were made.
+    `pattern` is the name of a node, or a glob or `re:` on it. `Mul` fits every overload,
+    `MulBackward1` only that one. Or it is a family: activation, attention, conv, loss, matmul,
+    norm, rectifier, rnn, softmax. A rectifier is a ReLU or ReLU6; to PyTorch the latter is a
+    Hardtanh, so that `nn.Hardtanh` is one too. `types` is a pattern on the class of the module.
+    `call` picks one call of the module, `occurrence` one of several such nodes in the call, in the
+    order in which they were made.
 
     `side="enter"` is a node prehook on the gradients with respect to the outputs of the operation;
     `side="leave"` a node posthook on those with respect to its inputs, of which `edge` picks one.

@@ -107,10 +107,9 @@ class Outputs(ModuleSelector):
     Calls are counted from 0 within one call of the model. Modules that return the same tensor (a
     container and its last child) are one site, unless it was changed in place between them. A
     module that returns its input (an identity, dropout in evaluation) returns an alias of it while
-    it is hooked: the gradient is that of its output alone, not of other uses of the input. As for
-    `Inputs`, sums over several uses may then differ in the last bit. The recomputation of a
-    checkpoint is not hooked again; that of a reentrant checkpoint is, since its forward makes no
-    graph.
+    it is hooked. The gradient then comes from its output alone, without other uses of the input. As
+    for `Inputs`, sums over several uses may then differ in the last bit. The recomputation of a
+    checkpoint is not hooked again, except in a reentrant checkpoint, whose forward makes no graph.
     """
 
     item: Pattern = "*"

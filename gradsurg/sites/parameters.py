@@ -58,10 +58,10 @@ KINDS = {kind.mode: kind for kind in (BACKWARD, ACCUMULATED, BACKWARD_END, STEP)
 class Parameters(ParamSelector):
     """The gradients of the parameters whose name fits `pattern`, a glob or `re:`.
 
-    Stages: `backward`, the gradient of one backward pass before it is added to `.grad` (the default
-    of tensor transforms); `accumulated`, the running sum in `.grad` after each backward pass;
-    `backward_end`, all `.grad`s at the end of a backward pass; `step`, the unscaled and accumulated
-    gradient that the optimizer is about to use (the default of group transforms).
+    The stage `backward`, the default of tensor transforms, is the gradient of one backward pass
+    before it is added to `.grad`. `accumulated` is the running sum in `.grad` after each backward
+    pass, and `backward_end` all `.grad`s at the end of a pass. `step`, the default of group
+    transforms, is the unscaled and accumulated gradient that the optimizer is about to use.
 
     `types` is a pattern on the class of the module that owns the parameter; `depth`, `index`,
     `ndim` and `size` (its number of entries) are a number or a pair (lowest, highest). A tied

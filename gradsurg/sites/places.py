@@ -39,7 +39,7 @@ Stage = Literal[
     "sent",  # the gradient that a process sends to be averaged over the processes
     "reduced",  # the average of the gradients that the processes have sent
     "backward_end",  # the running sums, averaged if DDP does so, at the end of a backward pass
-    "step",  # before an optimizer step: its gradients; after it: weights, or their updates
+    "step",  # gradients before an optimizer step, or weights and their updates after it
     "captured",  # the gradients that `torch.autograd.grad` returns
     "forward",  # activations or weights in the forward pass
     "saved",  # tensors that the backward pass reads back from the forward pass
@@ -74,8 +74,8 @@ ListedFn = Callable[[Tensor | None, Tensor | None], Tensor | None]
 class SiteFn(Protocol):
     """A `GradFn` that accepts three more arguments at each call.
 
-    `value` is the tensor whose gradient passes, at sites where it is a new tensor at each call;
-    `entering` holds the gradients that entered the autograd node which `grad` leaves; `layer` is
+    `value` is the tensor whose gradient passes, at sites where it is a new tensor at each call.
+    `entering` holds the gradients that entered the autograd node which `grad` leaves. `layer` is
     the call of the module whose input has the gradient.
     """
 
@@ -151,7 +151,7 @@ class Place:
     """A place at which a gradient passes."""
 
     kind: Kind
-    names: tuple[str, ...]  # all of a parameter, or the one of a module that its call goes by
+    names: tuple[str, ...]  # all of a parameter; of a module the name that its call goes by
     # The module or parameter, held weakly: graphs hold hooks, and hooks hold places.
     held: "ref[nn.Module] | ref[Tensor]" = field(compare=False, repr=False)
     call: int | None = None  # the index of that call; OUTSIDE for one outside the model's forward
@@ -210,7 +210,7 @@ class Memory:
     stage: Stage | None = None  # of the intervention; None: the first that a selector may have
     # The names at which the selector, and each of its parts, may pick places.
     near: "dict[Selector, Near]" = field(default_factory=dict)
-    # The site ids that each part with a limit, as `first(2)`, has let in.
+    # The site ids that each part with a limit, such as `first(2)`, has let in.
     admitted: "dict[Selector, dict[str, None]]" = field(default_factory=dict)
     rejected: dict[Place, None] = field(default_factory=dict)  # not picked by the whole selector
     has_picked: bool = False  # whether the whole selector has picked a place
@@ -221,9 +221,10 @@ class Memory:
 class Selector(ABC):
     """Picks places. A selector is a tree, whose leaves test the fields of one kind of site.
 
-    Selectors combine: `a | b` picks the places of either, `a & b` those of both, `~a` those that
-    `a` does not pick; `a.expect(n)` requires n places, `a.first(n)` keeps the first n in the order
-    in which they are reached, `a.where(test)` keeps each `Place` for which a function returns True.
+    Selectors combine: `a | b` picks the places of either, `a & b` the places of both, `~a` all
+    places that `a` does not pick. `a.expect(n)` requires n places. `a.first(n)` keeps the first n
+    in the order in which they are reached, and `a.where(test)` each `Place` for which a function
+    returns True.
     """
 
     for_aggregators: ClassVar[bool] = False  # whether aggregators act here, and no transforms
@@ -244,7 +245,7 @@ class Selector(ABC):
 
     @property
     def changed_tensors(self) -> str:
-        """The tensors that a transform changes here, as `gradients` or `activations, weights`."""
+        """The tensors that a transform changes here, for example `activations, weights`."""
         return ", ".join(dict.fromkeys(leaf.changed_tensors for leaf in self.leaves))
 
     @abstractmethod
@@ -380,7 +381,7 @@ class Leaf(Selector):
 
     stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
     group_stages: ClassVar[tuple[Stage, ...]] = ()  # of group transforms
-    changes: ClassVar[str] = "gradients"  # what transforms get here, as a plural
+    changes: ClassVar[str] = "gradients"  # the tensors that transforms get here, in the plural
     copies_params: ClassVar[bool] = False  # whether it holds a copy of the parameters in each step
     compile_limit: ClassVar[str] = ""  # why it acts differently in a compiled model, if it does
 
@@ -403,7 +404,7 @@ class Leaf(Selector):
         """Return whether a place with a near name fits the fields that tell places apart."""
 
     def expected(self, name: str) -> str:
-        """Return the site id by which a near name is told at which no place was met.
+        """Return the site id for the warning that no place was met at a near name.
 
         Empty if there need be none.
         """
@@ -460,10 +461,10 @@ class Hook(Protocol):
     """One function for all interventions at a place.
 
     `asks` are the arguments that it needs besides the gradient. `stateful` is the first transform
-    or trigger that keeps a state for each site, as text; `varies` says why it may draw or decide
-    differently in another process, `unsteady` why two calls with the same gradient may have
-    different results; all are empty if it is not so. `moment` is what else determines a result
-    (step, switches, fields), compared by `==`; None once one of the interventions was detached.
+    or trigger that keeps a state for each site, as text. `varies` says why it may draw or decide
+    differently in another process. `unsteady` says why two calls with the same gradient may have
+    different results. All three may be empty. `moment` is what else determines a result (step,
+    switches, fields), compared by `==`; None once one of the interventions was detached.
     """
 
     @property
@@ -513,10 +514,10 @@ class PlacesHook(Protocol):
     """One intervention over the places of a list at which it acts.
 
     Called with their gradients (None where there is none), it yields the results in order, one at a
-    time, an unchanged gradient as it is; it takes the list over, and drops each gradient once its
-    result was yielded. It returns the list itself if nothing acts. A transform of one gradient may
-    be called place by place instead, by `calls`. `order` is the position of the intervention in its
-    surgery; `is_new` says that the surgery, or an optimizer, is just being attached.
+    time, and an unchanged gradient as it is. It takes the list over, and drops each gradient once
+    its result was yielded. It returns the list itself if nothing acts. A transform of one gradient
+    may be called place by place instead, by `calls`. `order` is the position of the intervention in
+    its surgery; `is_new` says that the surgery, or an optimizer, is just being attached.
 
     A kind sets `values`, which read the tensors whose gradients pass, and `gradients`, which read
     those of which the optimizer made updates, each in the order of the places.
@@ -556,7 +557,7 @@ class PlacesHook(Protocol):
     def __call__(self, grads: MutableSequence[Tensor | None]) -> Iterable[Tensor | None]: ...
 
     def note(self, text: str) -> None:
-        """Record a warning about the intervention, which is told when the surgery ends."""
+        """Record a warning about the intervention, emitted when the surgery ends."""
 
     def state(self, key: str) -> dict[str, Tensor]:
         """Return tensors of the kind's own that are saved with the surgery, to be changed in place;
@@ -566,7 +567,7 @@ class PlacesHook(Protocol):
 
 
 class Door(Protocol):
-    """One attachment, as a kind sees it.
+    """One attachment, from the view of a kind.
 
     `stack` takes the removals of the hooks that are being registered: a kind reads it in `watch`
     alone. `leaves` takes those of hooks on leaf tensors. `steps` are the optimizers. `kept` holds

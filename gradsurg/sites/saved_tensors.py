@@ -107,7 +107,7 @@ class _OpenCalls(threading.local):
 
 
 class _Modules:
-    """What modules save in their calls; of nested ones the innermost has it."""
+    """The tensors that modules save in their calls; they belong to the innermost module."""
 
     def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
         self.kind, self.door = kind, door
@@ -266,20 +266,21 @@ class SavedTensors(ModuleSelector):
     while the block is open, also outside of modules, but only in the thread that attached; its one
     site is `block`.
 
-    `of` is the kind of tensor: `parameters` are the weights, their views and casts, and the tensors
-    in their place in a `torch.func.functional_call`; `activations` are all other floating tensors
-    except buffers, so also the statistics of a norm, the mask of a dropout, and a weight that the
-    model computes: by a parametrization such as `weight_norm`, by pruning, by another network.
-    `all` is both. Integer tensors, such as indices, are never changed. The cast of a frozen weight
-    has no graph: such a tensor with the shape of a frozen weight in another dtype is taken for it.
+    `of` is the kind of tensor. `parameters` are the weights, their views and casts, and the tensors
+    in their place in a `torch.func.functional_call`. `activations` are all other floating tensors
+    except buffers, such as the statistics of a norm or the mask of a dropout. They include a weight
+    that the model computes by a parametrization such as `weight_norm`, by pruning or by another
+    network. `all` is both. Integer tensors, such as indices, are never changed. The cast of a
+    frozen weight has no graph: such a tensor with the shape of a frozen weight in another dtype is
+    taken for it.
 
     The transform is a constant to autograd, so a backward pass with `create_graph` raises. A tensor
     is read once in each backward pass, and counted then. A tensor changed in place since it was
-    saved raises the error that PyTorch would raise. Other saved-tensor hooks, as those of a
-    checkpoint or `save_on_cpu`, stay active: the transform gets the tensors that they return. Two
-    exceptions: with `node`, a saved tensor that has such hooks raises; with `block`, tensors packed
-    by them are not seen. Compiled code decides itself which tensors it saves; a warning on detach
-    says so.
+    saved raises the error that PyTorch would raise. Other saved-tensor hooks, such as a
+    checkpoint's or `save_on_cpu`, stay active, and the transform gets the tensors that they return.
+    Two exceptions: with `node`, a saved tensor that has such hooks raises; with `block`, tensors
+    packed by them are not seen. Compiled code decides itself which tensors it saves; a warning on
+    detach says so.
     """
 
     node: Pattern | None = None
@@ -324,7 +325,7 @@ class SavedTensors(ModuleSelector):
         elif any(BLOCK in named.names for named in modules_of(found[0].owners[0])):
             raise ValueError(
                 "SavedTensors: 'block' stands for all that is saved while the block is open, and "
-                "the model has a module of this name: write 're:block' for the module"
+                "the model has a module of this name. Write 're:block' for the module"
             )
 
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:

@@ -81,9 +81,8 @@ _tables: ContextVar[tuple[nn.Module, dict[object, Any]] | None] = ContextVar(
 def one_scan(model: nn.Module) -> Iterator[None]:
     """Keep in the block the results of `scanned` functions; the model must not change there.
 
-    The garbage collector pauses, if it is enabled: while thousands of hooks are made, which all
-    live on, it would look through all objects of the process again and again, for four fifths of
-    the time of attaching.
+    The garbage collector pauses, if it is enabled. While thousands of hooks are made, it would
+    search all objects of the process again and again, for four fifths of the time of attaching.
     """
     held = _tables.get()
     if held is not None and held[0] is model:

@@ -169,12 +169,12 @@ def near_in(found: Sequence[Named], kind: Kind, near: Container[tuple[Kind, str]
 
 
 def names_in(found: Sequence[Named]) -> list[str]:
-    """Return all names but that of the model, as the choices in an error."""
+    """Return all names except the model's, for the choices in an error."""
     return [name for named in found for name in named.names if name != ROOT]
 
 
 def offered_names(named: Named, pattern: str) -> Sequence[str]:
-    """Return the names of a module; not that of a model with submodules, unless spelt out."""
+    """Return the names of a module. A model with submodules has one only if it is spelt out."""
     if ROOT in named.names and pattern != ROOT and any(named.owners[0].children()):
         return [name for name in named.names if name != ROOT]
     return named.names
@@ -214,7 +214,7 @@ def refuse_exported(query: Leaf, found: Sequence[Named], near: Sequence[Named]) 
 
 
 def _why_not_called(found: Sequence[Named], fitting: Sequence[Named]) -> str:
-    """Return why modules that fit by name are never called, as a sentence; else empty."""
+    """Return a sentence about modules that fit by name and are never called, or ""."""
     holders = [named.names[0] for named in fitting if type(named.thing) is nn.Module]
     if holders and any(matches_type(named.owners[0], "GraphModule") for named in found):
         return (

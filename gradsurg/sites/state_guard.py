@@ -24,10 +24,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Run code on a model with gradients on, and restore the model when the block ends.
 
     Inside the block, buffers and other tensors of the modules are copies. Attributes, the contents
-    of lists and dicts among them, `.grad`, `requires_grad` and random states are restored.
-    gradsurg's own hooks on the modules and on all modules of the process are removed, so an
-    attached surgery sees nothing. The values of parameters are not copied: `param_versions` shows
-    whether they were written to. Raises ValueError for a lazy module.
+    of their lists and dicts, `.grad`, `requires_grad` and random states are restored. gradsurg's
+    own hooks on the modules and on all modules of the process are removed, so an attached surgery
+    sees nothing. The values of parameters are not copied: `param_versions` shows whether they were
+    written to. Raises ValueError for a lazy module.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
@@ -69,7 +69,7 @@ def param_versions(model: nn.Module) -> dict[str, int]:
 
 
 def copy_inputs(value: Any) -> Any:  # Any: the inputs of a model
-    """Return a deep copy with copied tensors, as a forward may write to its input."""
+    """Return a deep copy with copied tensors, because a forward may write to its input."""
     # deepcopy refuses tensors that are not leaves.
     memo: dict[int, Any] = {  # Any: deepcopy's own
         id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)

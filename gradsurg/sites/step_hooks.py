@@ -54,8 +54,8 @@ Tick = WeakMethod[Callable[[], object]]
 class _Step:
     """The running step of an optimizer, or the next one.
 
-    `depth` counts the steps that run, as `super().step()` runs the same hooks once more. `skipped`
-    has the parameters of a step that is skipped, with their gradients and versions.
+    `depth` counts the steps that run, because `super().step()` runs the same hooks once more.
+    `skipped` has the parameters of a step that is skipped, with their gradients and versions.
     """
 
     optimizer: Optimizer
@@ -76,9 +76,10 @@ class _Step:
 class OptimizerSteps:
     """The optimizers of a surgery, which step one after another.
 
-    A step inside a step, as `super().step()` in an optimizer that extends another, belongs to the
-    outer one. A group in several optimizers is acted on once in each round of steps: a new round
-    begins with an optimizer that has stepped in this one, or has got gradients since it began.
+    A step inside a step, such as `super().step()` in an optimizer that extends another, belongs to
+    the outer one. A group in several optimizers is acted on once in each round of steps: a new
+    round begins with an optimizer that has stepped in this one, or has got gradients since it
+    began.
 
     `clock` is the optimizer whose steps are counted, `copies` has the values of parameters before
     the step that runs.
@@ -220,7 +221,7 @@ class OptimizerSteps:
             self._arrange()
         return [each for each in self._actions if optimizer in each.optimizers]
 
-    # What runs around a step.
+    # The functions that run around a step.
 
     def _begin(
         self, step: _Step, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -252,7 +253,7 @@ class OptimizerSteps:
         return result
 
     def _act(self, step: _Step, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Act on the gradients before a step, on those of a group unless done in this round.
+        """Act on the gradients before a step, and on a group's unless done in this round.
 
         Raises RuntimeError if they are still scaled.
         """
@@ -313,7 +314,7 @@ def unwrapped(optimizer: object) -> Optimizer:
         found = repr(optimizer)
         if isinstance(optimizer, nn.Module):
             kind = type(optimizer).__name__
-            found = f"the module {kind}; the model comes first, as in attach(model, optimizer)"
+            found = f"the module {kind}; the model comes first: attach(model, optimizer)"
         raise TypeError(f"optimizer: must be a torch.optim.Optimizer, found {found}")
     if not runs_step_hooks(optimizer):
         raise TypeError(

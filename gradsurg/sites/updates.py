@@ -88,10 +88,10 @@ class Updates(ParamSelector):
     that the optimizer wrote. The state of the optimizer, as its momentum, is not changed.
 
     The fields select as those of `Parameters`; a frozen parameter is skipped and reported in the
-    ledger, one without a gradient is left alone. With a closure the gradient is that of its last
-    call. LBFGS is refused: it computes curvature from its own updates. Where a `GradScaler` skips
-    a step, or a fused optimizer does so on the device, nothing is changed. A copy of the selected
-    parameters exists during each step.
+    ledger, one without a gradient is left alone. With a closure the last call determines the
+    gradient. LBFGS is refused: it computes curvature from its own updates. Where a `GradScaler`
+    skips a step, or a fused optimizer does so on the device, nothing is changed. A copy of the
+    selected parameters exists during each step.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("step",)
@@ -111,9 +111,9 @@ class Updates(ParamSelector):
 class MatchedUpdates(ParamSelector):
     """The updates of the selected parameters, each rescaled to the norm of a treated update.
 
-    The site of the control `update_norm_matched`. Stage `step`: the transform T gets each gradient
-    g that the optimizer is about to use; its result goes to a second optimizer alone, of the same
-    class and settings and with a state of its own, which steps from the same values. With u the
+    The site of the control `update_norm_matched`. At stage `step` the transform T gets each
+    gradient g that the optimizer is about to use. Its result goes to a second optimizer alone, of
+    the same class and settings, with its own state, which steps from the same values. With u the
     optimizer's update from g and v the second optimizer's from T(g), the parameter becomes the
     value before the step + u |v| / |u|. Where v equals u, nothing is changed, bit for bit; where u
     is zero, so is the result.
@@ -150,7 +150,7 @@ def _step_second(
 
     The entries of the state go by the names of the parameters.
     """
-    second = copy.copy(optimizer)  # without hooks, as Optimizer.__getstate__ leaves out
+    second = copy.copy(optimizer)  # without hooks, because Optimizer.__getstate__ leaves out
     for attribute in ("grad_scale", "found_inf"):  # of a GradScaler, read by fused optimizers
         setattr(second, attribute, getattr(optimizer, attribute, None))
     second.param_groups = [

@@ -150,7 +150,7 @@ class Uses(Leaf):
     Only uses inside the outermost module call on which an output depends are found: not one in the
     loss. A view of the tensor is one use, as is the cast of a weight under autocast; an operation
     that changes the tensor in place is its last use. Modules that return the same tensor share its
-    uses. In a reentrant checkpoint uses are hooked in the backward pass, and those of a parameter
+    uses. In a reentrant checkpoint uses are hooked in the backward pass, and uses of a parameter
     are counted from 0 in each recomputation; uses of the tensors that it returns are not found. A
     tensor that replaces a parameter in a `functional_call` has the name of the parameter. Raises
     LookupError after the first forward if no use is selected.
@@ -195,7 +195,9 @@ class Uses(Leaf):
             if (place.kind, place.name) in memory.near[self]:
                 counts[place.site.partition("/")[0]] += place.occurrence != UNUSED
         uses = ", ".join(f"{site}: {count}" for site, count in counts.items()) or "none"
-        given = " What torch.func was not given is a constant there." * autograd.in_functorch()
+        given = (
+            " Tensors that torch.func was not given are constants there." * autograd.in_functorch()
+        )
         return SelectionError(
             self,
             "pattern" if self.use is None else "use",

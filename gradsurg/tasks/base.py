@@ -67,14 +67,12 @@ class Data:
 
     Validation examples are set aside by `Task.load_with_validation`, or given by the task.
 
-    Args:
-        num_tokens: Inputs are tokens, 0 to `num_tokens` - 1; None: real numbers.
-        every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place
-            of (examples, num_outputs).
-        start: The model is a point in the plane that starts here, and its outputs are the point.
-        heads: How the outputs are divided among the losses of a MultiTask. A model with a parameter
-            `heads` gets it, and may return a tuple with the outputs of each head.
-        order: The batches of an epoch; None: all examples, shuffled.
+    Args: num_tokens: Inputs are tokens, 0 to `num_tokens` - 1, or real numbers if it is None.
+    every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place of
+    (examples, num_outputs). start: The model is a point in the plane that starts here, and its
+    outputs are the point. heads: How the outputs are divided among the losses of a MultiTask. A
+    model with a parameter `heads` gets it, and may return a tuple with the outputs of each head.
+    order: The batches of an epoch; None: all examples, shuffled.
     """
 
     train_inputs: Tensor
@@ -178,8 +176,8 @@ class Data:
 class Chance:
     """The loss and one metric of the best prediction that ignores the inputs.
 
-    `best` is this metric for a perfect model; `description` precedes the value in a sentence, as in
-    "chance for 10 classes is 10%".
+    `best` is this metric for a perfect model. `description` precedes the value in a sentence, for
+    example in "chance for 10 classes is 10%".
     """
 
     loss: float

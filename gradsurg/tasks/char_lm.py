@@ -27,8 +27,8 @@ class CharLM(Classification):
     """Predict every character of a text from those before it in its piece, by cross-entropy.
 
     The text is the UTF-8 file `path`, or with `text=moby_dick` the file fetched by `python -m
-    gradsurg.tasks.fetch text`, or by default the language help that comes with Python
-    (`pydoc_data.topics`, PSF licence; it differs between releases of Python). Its first
+    gradsurg.tasks.fetch text`. By default it is the language help that comes with Python
+    (`pydoc_data.topics`, PSF licence), which differs between releases of Python. Its first
     `max_characters` are used; the last `test_fraction` of them are the test. Both parts are cut
     into pieces of `length`, a remainder is dropped. Tokens are the characters of the training part
     in sorted order, from 1; 0 is any other. The loss is in nats for a character.

@@ -69,7 +69,7 @@ def called_when_traced(function: Function) -> Function:
 
 
 class LeftOut:
-    """Hooks of modules that compiled code does without, as long as `needed` is empty.
+    """Hooks of modules that compiled code does not need, as long as `needed` is empty.
 
     Dynamo guards on that: code that lacks a hook which is needed now is compiled anew. `has_any`
     says that there is compiled code without one.
@@ -214,7 +214,7 @@ def keeping_buffers() -> Iterator[None]:
 
     Blocks may overlap: the last to end restores the settings of before the first. PyTorch's
     settings are per `contextvars` context, so a block must end in the thread that opened it. Before
-    torch 2.12 they are those of the process.
+    torch 2.12 they belong to the process.
     """
     functorch: Any = import_module("torch._functorch.config")  # Any: modules of settings
     compiler: Any = import_module("torch.compiler.config")

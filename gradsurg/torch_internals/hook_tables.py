@@ -23,7 +23,7 @@ def call_tables(module: nn.Module) -> list[HookTable]:
 
 
 def module_tables(module: nn.Module) -> list[HookTable]:
-    """Return all hook tables of a module, those of its state_dict included."""
+    """Return all hook tables of a module, also the tables of its state_dict."""
     return _tables(vars(module))
 
 

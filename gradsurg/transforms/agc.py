@@ -15,10 +15,10 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class AGC(Stateless):
     """Clip the gradient g of each unit w: g * min(1, clipping * max(|w|, eps) / |g|), in 2-norms.
 
-    A unit is an index of axis 0, so that weights of shapes (out, in), (out, in, k) and
-    (out, in, kh, kw) have `out` units; a tensor with fewer than two axes is one unit. `per` selects
-    another grouping. timm has the same units; optax takes a weight with at most one axis longer
-    than 1, as (out, 1), for one unit. Requires the value w.
+    A unit is an index of axis 0: weights of shapes (out, in), (out, in, k) and (out, in, kh, kw)
+    have `out` units. A tensor with fewer than two axes is one unit. `per` selects another grouping.
+    timm has the same units; optax takes a weight with at most one axis longer than 1, such as (out,
+    1), for one unit. Requires the value w.
 
     A zero gradient stays zero, an empty tensor empty. A NaN in g or w makes its unit NaN; an
     infinity in g becomes NaN and the rest of its unit zero. Adaptive gradient clipping of Brock,

@@ -40,7 +40,7 @@ TransformProperty = Literal[
 Need = Literal[
     "value",  # `context.value`, the tensor whose gradient is transformed
     "entering",  # `context.entering`, the gradients of the outputs of the autograd node
-    "product",  # the gradient is that of the input of a matrix product with a weight
+    "product",  # that the gradient belongs to the input of a matrix product with a weight
     "error",  # `context.error`, the gradient of the model's output
     "layer",  # `context.layer`, the module with its input, output and the gradient of its output
     "gradient",  # `context.gradient`, the gradient from which the optimizer made the update
@@ -76,7 +76,7 @@ class Examples(Protocol):
     def shares(self) -> Tensor | None:
         """n / (K n_k) for an example of one of K passes that has n_k examples, (n,).
 
-        None if all are 1, as in passes of equal size or for a sum.
+        None if all are 1, for example in passes of equal size or for a sum.
         """
         ...
 
@@ -221,7 +221,7 @@ class Transform(ABC):
         return "tensor"
 
     needed: ClassVar[frozenset[Need]] = frozenset()
-    """What is needed for any fields; by default nothing."""
+    """The inputs that are needed for any fields; by default none."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -298,8 +298,8 @@ class GroupTransform(Transform):
         """Which gradients of its group may be absent in a step, if it has a state.
 
         None with `fixed`. With `any` the state holds nothing of a single gradient. With `entries`
-        the last axis of each tensor of it has one entry of each gradient, which is kept apart for
-        its site: that of an absent gradient stays, and a new gradient begins its own.
+        the last axis of each tensor of the state has one entry for each gradient, kept apart for
+        its site. The entry of an absent gradient stays, and a new gradient begins its own.
         """
         return "fixed"
 

@@ -21,8 +21,8 @@ class Cautious(Stateless):
     """Zero the entries of an update u that increase the loss to first order, and scale the rest.
 
     The mask is m = [u g < 0], g the gradient: an update is added to the parameter, so it descends
-    where its sign is opposite to that of g. The result is u m c with, for n entries of which k are
-    kept:
+    where its sign differs from the sign of g. The result is u m c. For n entries of which k are
+    kept, c is
 
     | `scale` | c | source |
     |---|---|---|

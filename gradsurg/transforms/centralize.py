@@ -12,7 +12,7 @@ class Centralize(Stateless):
     """Subtract the mean of each unit: g - mean(g).
 
     A unit is an index of axis 0, or another group selected by `per`. A tensor with fewer than two
-    axes, as a bias, is not changed for any `per`. A constant unit becomes zero, a NaN or an
+    axes, such as a bias, is not changed for any `per`. A constant unit becomes zero, a NaN or an
     infinity makes its unit NaN, an empty tensor stays empty. Gradient centralization of Yong,
     Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
     """

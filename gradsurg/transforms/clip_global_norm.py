@@ -18,10 +18,10 @@ class ClipGlobalNorm(JointScaling, ExampleWeighting):
     """Scale all gradients of a group by min(1, max_norm / (N + eps)), N their joint p-norm.
 
     Any shapes and dtypes. Zero gradients stay zero, empty tensors stay empty. A NaN or an infinity
-    in one gradient makes N non-finite and every result NaN or zero, as in
-    `torch.nn.utils.clip_grad_norm_`; put `Sanitize` before it to avoid that. If N^p overflows in
-    float32 every result is zero. Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063),
-    algorithm 1; eps is placed as in PyTorch (optax has none).
+    in one gradient makes N non-finite and every result NaN or zero, like
+    `torch.nn.utils.clip_grad_norm_`. Put `Sanitize` before it to avoid that. If N^p overflows in
+    float32 every result is zero. Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), algorithm
+    1; eps is placed as in PyTorch (optax has none).
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -21,10 +21,10 @@ class DirectFeedback(Stateless):
     """Replace the gradient by e B: e the gradient of the model's output, B a fixed random matrix.
 
     Use it at the outputs of the hidden layers, for example `site=outputs site.pattern=*.tanh`. Axis
-    0 of both e and the gradient is that of the examples. For outputs of m entries and a gradient of
-    n entries per example B has shape (m, n) and entries uniform in ±scale / sqrt(n). B is a
-    function of (seed, site), drawn in float32 at each call and cast to the gradient's dtype, so
-    that there is no state; all calls of a module have the same B.
+    0 of both e and the gradient has the examples. For outputs of m entries and a gradient of n
+    entries per example B has shape (m, n) and entries uniform in ±scale / sqrt(n). B is a function
+    of (seed, site), drawn in float32 at each call and cast to the gradient's dtype, so that there
+    is no state; all calls of a module have the same B.
 
     Any shape. The result does not depend on the incoming gradient: it is zero or not finite where
     e B is. An empty tensor stays empty. Direct feedback alignment of Nokland, NeurIPS 2016 (arXiv

@@ -23,13 +23,13 @@ class FeatureDistance(Transform):
 
     z is the value at the site, one example for each index of axis 0, z0 the value at the site's
     first gradient, T(z) = sign(z) |z|^power. An attack whose first backward pass has the clean
-    images ascends the loss plus these distances of all sites: with power 0.5 the transferable
-    adversarial perturbations of Zhou et al., ECCV 2018, section 3, without the smoothing of the
-    perturbation that they add at the images.
+    images ascends the loss plus these distances of all sites. With power 0.5 it makes the
+    transferable adversarial perturbations of Zhou et al., ECCV 2018, section 3, without the
+    smoothing that they add at the images.
 
     z0 is the state of a site: attach the surgery anew for other images. At a feature of zero T has
-    no derivative, and 0 is used, as where T(z) = T(z0). A NaN or an infinity of z gives NaN in its
-    example, one of the gradient stays. An empty tensor stays empty.
+    no derivative, and 0 is used, also where T(z) = T(z0). A NaN or an infinity of z gives NaN
+    in its example, one of the gradient stays. An empty tensor stays empty.
 
     Raises ValueError if z has another shape than z0.
     """

@@ -27,7 +27,7 @@ class FeedbackWeights(Stateless):
     B has the shape of W and entries uniform in ±scale / sqrt(inputs), the bound of
     `nn.Linear.reset_parameters`. B is a function of (seed, site), drawn in float32 at each call and
     cast to the gradient's dtype, so that there is no state. All calls of a layer have the same B,
-    but each product within a call, as in `nn.RNN`, has its own.
+    but each product within a call, for example of `nn.RNN`, has its own.
 
     Any shape (..., inputs), with e of shape (..., outputs). The result does not depend on the
     incoming gradient: it is zero or not finite where e B is. An empty tensor stays empty. Feedback
@@ -45,8 +45,8 @@ class FeedbackWeights(Stateless):
         if entering.shape[:-1] != given.shape[:-1]:
             raise ValueError(
                 f"FeedbackWeights: at the site '{context.site}' the gradient, of shape "
-                f"{list(grad.shape)}, and that of the node's output, {list(entering.shape)}, must "
-                "be equal but for the last axis: select the edge to the input of the product"
+                f"{list(grad.shape)}, and the node's output, {list(entering.shape)}, may differ in "
+                "the last axis only. Select the edge to the input of the product"
             )
         weights = fixed_weights(context, self.scale, entering.shape[-1], given)
         return (entering.to(grad.dtype) @ weights).view(grad.shape)

@@ -24,15 +24,15 @@ from gradsurg.transforms.sign import Sign
 
 @validated
 class Graft(GroupTransform):
-    """Give the result of a transform D the 2-norm of that of a transform M: D(g) |M(g)| / |D(g)|.
+    """Give the result of a transform D the 2-norm of M's result: D(g) |M(g)| / |D(g)|.
 
-    D is the field `direction`, M the field `magnitude`; the norms are of each tensor. Layer
-    grafting of Agarwal et al. 2020 (arXiv 2002.11803), who graft the
-    steps of two optimizers: the same with plain SGD.
+    D is the field `direction`, M the transform in the field `magnitude`; the norms are of each
+    tensor. Layer grafting of Agarwal et al. 2020 (arXiv 2002.11803), who graft the steps of two
+    optimizers; with plain SGD this is the same.
 
     Any shape. The result is zero where D(g) is zero. A NaN in M(g) makes every entry NaN, one in
     D(g) too; an infinity in D(g) becomes NaN and every other entry zero. An empty tensor stays
-    empty. The state is that of D and of M.
+    empty. The state consists of the states of D and M.
     """
 
     direction: AnyTransform = Sign()

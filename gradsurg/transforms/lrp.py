@@ -23,9 +23,9 @@ class LRP(Stateless):
 
     The relevance of a tensor is its value times its gradient, here and after the backward pass:
     `x.grad * x` is the explanation of a scalar output. So a module z = f(x) gets R = z e for the
-    gradient e of its output; ReLUs, max pooling and sums conserve relevance without a rule. With
-    x+ = max(x, 0), x- = min(x, 0), likewise for the parameters W, and a bias counted as part of W
-    where x+ stands:
+    gradient e of its output; ReLUs, max pooling and sums conserve relevance without a rule. x+ is
+    max(x, 0) and x- is min(x, 0), likewise for the parameters W. A bias counts as part of W where
+    x+ stands.
 
     | `rule` | relevance of x | source |
     |---|---|---|
@@ -34,9 +34,9 @@ class LRP(Stateless):
     | `zplus` | the same of z = f(x+; W+) + f(x-; W-) | Montavon et al. 2017, section 4.1 |
     | `identity` | R, at an elementwise f | Achtibat et al. 2024 (arXiv 2402.05602), eq. 9 |
 
-    `gamma` at inputs of both signs: where z > 0 the denominator is f(x+; W + gamma W+) +
-    f(x-; W + gamma W-), where z < 0 that with the opposite signs of the parameters (Andeol et al.
-    2021), as in zennit. `epsilon` is added to each denominator with its sign, and is positive at 0.
+    `gamma` at inputs of both signs: where z > 0 the denominator is f(x+; W + gamma W+) + f(x-; W +
+    gamma W-), where z < 0 it has the opposite signs of the parameters (Andeol et al. 2021; zennit).
+    `epsilon` is added to each denominator with its sign, and is positive at 0.
 
     `Inputs` of modules that take and return one tensor; `gamma` and `zplus` at linear and
     convolutional layers. The module's forward runs again in the backward pass, without its hooks,

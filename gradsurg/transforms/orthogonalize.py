@@ -19,9 +19,9 @@ class Orthogonalize(Stateless):
     (a, b, c) takes singular values to 0.68 to 1.20, not to 1. Values below 0.2 % of |G| stay
     smaller: a random square matrix has some near 0, a random matrix of 20 rows and 30 columns none.
     With A rows and B columns the scale is 1 (`none`), sqrt(max(1, A / B)) (`spectral`), or 0.2
-    sqrt(max(A, B)) (`rms`: the root mean square of an update of Adam, Liu et al. 2025, arXiv
-    2502.16982). Muon of Jordan et al. 2024 is this after `Momentum`: `transform=muon`.
-    `torch.optim.Muon` has the same steps in bfloat16.
+    sqrt(max(A, B)) (`rms`). With `rms` the result has the root mean square of an update of Adam
+    (Liu et al. 2025, arXiv 2502.16982). Muon of Jordan et al. 2024 is this after `Momentum`:
+    `transform=muon`. `torch.optim.Muon` has the same steps in bfloat16.
 
     A tensor of more than two axes is a matrix with the rows of axis 0; one of fewer is not changed.
     Computed in float32 or wider. A zero gradient stays zero, an empty tensor empty. A NaN or an

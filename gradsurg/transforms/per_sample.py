@@ -40,17 +40,17 @@ class PerSample(GroupTransform):
 
     `of` is T or A and acts on all parameters of the site together; A must read the gradients. The
     result is Σ T(g_i) / n or A(g_1, ..., g_n) for a loss that is the mean over the batch, and n
-    times that for a sum, `reduction="sum"`. The batch of a step is that of all its backward
-    passes. In a mean, the loss of each of K passes is the mean over its own n_k examples, divided
-    by K: T(g_i) then has the weight 1 / (K n_k) in place of 1 / n, and A has the g_i as they are.
-    `noise` adds N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm by C, as
-    `ClipGlobalNorm` does: the update of DP-SGD (Abadi et al., CCS 2016, arXiv 1607.00133, algorithm
-    1); C is multiplied by the largest of the n / (K n_k). No privacy follows without Poisson
-    sampling and an accountant, which gradsurg does not have.
+    times that for a sum, `reduction="sum"`. The batch of a step consists of the examples of all its
+    backward passes. In a mean, the loss of each of K passes is the mean over its own n_k examples,
+    divided by K. T(g_i) then has the weight 1 / (K n_k) in place of 1 / n, and A has the g_i as
+    they are. `noise` adds N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm
+    by C, such as `ClipGlobalNorm`. This is the update of DP-SGD (Abadi et al., CCS 2016, arXiv
+    1607.00133, algorithm 1), with C multiplied by the largest of the n / (K n_k). No privacy
+    follows without Poisson sampling and an accountant, which gradsurg does not have.
 
     T must have no state. Any shapes; zeros, NaN, infinities and empty tensors are treated as by T
-    or A, so that one NaN of one example reaches the result. Without a batch, as outside a surgery,
-    the gradient is that of one example.
+    or A, so that one NaN of one example reaches the result. Without a batch, for example outside a
+    surgery, the gradient belongs to one example.
     """
 
     of: Annotated[Any, BeforeValidator(_checked)] = Identity()

@@ -18,9 +18,9 @@ class Perpendicular(Stateless):
 
     `rescale` gives the result the norm of g. With `below` a tensor is changed only if all its
     cosines are small: max abs(w.g) / (|w| |g|) < below / sqrt(d), d the number of entries of a
-    group, as in AdamP (Heo et al., ICLR 2021, arXiv 2006.08217), which takes units and
-    then the whole tensor, 0.1, and Adam's update for g. perpGrad of Prieto et al. 2025 (arXiv
-    2501.04697); its code rescales.
+    group. AdamP (Heo et al., ICLR 2021, arXiv 2006.08217) takes units and then the whole tensor,
+    0.1, and Adam's update for g. perpGrad of Prieto et al. 2025 (arXiv 2501.04697); its code
+    rescales.
 
     w.g is over the tensor, or over each group selected by `per`. Where w is zero g is not changed.
     Requires the value w. Any shape; zero stays zero, an empty tensor empty; a tensor of one entry

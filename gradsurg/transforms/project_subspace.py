@@ -42,9 +42,9 @@ class ProjectSubspace(GroupTransform):
     `rows` is gradient projection memory: Saha, Garg and Roy, ICLR 2021 (arXiv 2103.09762).
 
     Without `path` the subspace is random, with `rank` dimensions, drawn for (seed, site) at each
-    call: with `onto`, training in a random subspace (Li et al., ICLR 2018, arXiv 1804.08838), and
-    a control for the others. A run is identified by the path, not by the content of the file:
-    write another basis to another file.
+    call. With `onto` this is training in a random subspace (Li et al., ICLR 2018, arXiv
+    1804.08838), and a control for the others. A run is identified by the path, not by the content
+    of the file: write another basis to another file.
 
     Any shape; zero stays zero, an empty tensor empty. A NaN or an infinity makes its vector NaN.
     """

@@ -20,9 +20,9 @@ class Sanitize(Stateless):
     | `drop` | the whole gradient becomes 0 if one entry is not finite |
 
     Any shape; an empty tensor stays empty. The result is finite. On gradients scaled for mixed
-    precision it would hide overflow from the `GradScaler`, which skips such a step: there it acts
-    at stage `step` alone. optax's `zero_nans` keeps infinities; `torch.nan_to_num` replaces them by
-    the largest number of the dtype.
+    precision it would hide overflow from the `GradScaler`, which skips such a step. So there it
+    acts at stage `step` alone. optax's `zero_nans` keeps infinities; `torch.nan_to_num` replaces
+    them by the largest number of the dtype.
     """
 
     on_nonfinite: Literal["zero", "clamp", "drop"] = "zero"

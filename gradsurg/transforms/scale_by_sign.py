@@ -16,10 +16,10 @@ from gradsurg.transforms.base import Need, Stateless, TransformContext, Transfor
 class ScaleBySign(Stateless):
     """Multiply by `positive` where the sign is positive and by `negative` where it is negative.
 
-    `of` selects the sign of the gradient, or of the value whose gradient it is. With
-    `per=entry` each entry has its own sign. With `tensor`, `unit` or a pattern a group is positive
-    if all its entries are >= 0 and one is > 0, negative if all are <= 0 and one is < 0; other
-    groups are not changed.
+    `of` selects the sign of the gradient, or of the value whose gradient it is. With `per=entry`
+    each entry has its own sign. With `tensor`, `unit` or a pattern a group is positive if all its
+    entries are >= 0 and one is > 0. It is negative if all are <= 0 and one is < 0. Other groups are
+    not changed.
 
     Any shape. Where the sign is zero or NaN the gradient is not changed, so that NaN stays NaN. A
     factor of 0 also removes infinities. An empty tensor stays empty. With (1, 0) at ReLU nodes it

@@ -38,7 +38,7 @@ class SurrogateGradient(Stateless):
     nothing to multiply.
 
     Any shape; an empty tensor stays empty and zero stays zero. A NaN in g or x makes the entry NaN.
-    An infinity in g becomes NaN where the factor is 0, as outside of a rectangle.
+    An infinity in g becomes NaN where the factor is 0, for example outside of a rectangle.
     """
 
     window: Literal["rectangle", "triangle", "sigmoid", "fast_sigmoid", "arctan", "softplus"] = (

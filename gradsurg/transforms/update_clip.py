@@ -22,9 +22,9 @@ class UpdateClip(Transform):
     """Divide an update u by max(1, r / max_rms), r^2 the mean of g^2 / max(v, eps^2).
 
     g is the gradient and v the moving average of its squares with `decay`, corrected for its start
-    at zero. Over AdamW, with `decay` the second of its betas, it is StableAdamW: Wortsman et al.,
-    NeurIPS 2023 (arXiv 2304.13013), algorithm 2; update clipping is by Shazeer and Stern, ICML 2018
-    (arXiv 1804.04235), section 5. AdamW's weight decay is part of u and is divided too, as there.
+    at zero. Over AdamW, with its second beta for `decay`, it is StableAdamW: Wortsman et al.,
+    NeurIPS 2023 (arXiv 2304.13013), algorithm 2. Update clipping is by Shazeer and Stern, ICML 2018
+    (arXiv 1804.04235), section 5. AdamW's weight decay is part of u and is divided too.
 
     At `Updates` only. v is the state of a site, in float32 or wider. Any shape; zero stays zero, an
     empty tensor empty. A NaN or an infinity of g stays in v; then the update becomes NaN.

@@ -24,11 +24,11 @@ WHEN = "/when"
 class Clock:
     """Progress of one attachment: steps and epochs done, flags, and the state of the current pass.
 
-    `task` is the task whose gradient is flowing, `error` the gradient of the model's output in the
-    current backward pass (recorded if a transform needs it), `batch` the tensors that
-    `live.set_batch` was given in this step, `observations` the result of
-    `TensorTrigger.observe` for each trigger in the current forward pass, `shared` the triggers of
-    which that is the result of process 0. `backwards` counts the calls of `live.backward` where no
+    `task` is the task whose gradient is flowing. `error` is the gradient of the model's output in
+    the current backward pass, recorded if a transform needs it. `batch` has the tensors that
+    `live.set_batch` was given in this step. `observations` has the result of
+    `TensorTrigger.observe` for each trigger in the current forward pass, and `shared` the triggers
+    for which process 0 has observed it. `backwards` counts the calls of `live.backward` where no
     optimizer counts steps.
     """
 
@@ -93,9 +93,9 @@ class Trigger(ABC):
     """Condition under which a transform acts.
 
     The attached surgery calls `fires` at the beginning of each optimizer step, once for all sites
-    of the intervention, and again when the epoch changes or the backward pass of the task that a
-    `ForTask` names begins or ends. If the answer was None, it calls `fires` at each gradient of the
-    step, before the transform. `Always` is not called.
+    of the intervention. It calls it again when the epoch changes, or when the backward pass of the
+    task that a `ForTask` names begins or ends. If the answer was None, it calls `fires` at each
+    gradient of the step, before the transform. `Always` is not called.
 
     Subclasses are decorated with `@validated`, and their fields are their whole configuration.
     Combine triggers with `a & b`, `a | b` and `~a`.

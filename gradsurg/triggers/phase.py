@@ -1,4 +1,4 @@
-"""Phase: fire in one phase of a run: warm-up, training or fine-tuning."""
+"""Phase: fire in one phase of a run, such as warm-up, training or fine-tuning."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -11,7 +11,6 @@ multitask   aggregators beside those of TorchJD
 backward    live.backward with two losses beside a plain backward pass
 engines     a step of eight tasks beside a plain step
 telemetry   measurements of gradient conflicts
-start       processes: imports, help, dry run
 runner      the command beside a plain training loop
 report      the report of 200 runs of 1000 steps
 """
@@ -31,7 +30,6 @@ from scripts.bench import (
     runner,
     sites,
     size,
-    start,
     telemetry,
     training,
 )
@@ -46,14 +44,15 @@ TABLES: dict[str, tuple[int, Callable[[argparse.Namespace], str]]] = {
     "examples": (60, lambda args: examples.table(args.rounds)),
     "multitask": (
         10,
-        lambda args: multitask.table(args.rounds, args.only, args.sizes, args.threads),
+        lambda args: multitask.table(
+            args.rounds, args.only, args.sizes or [*multitask.SIZES], args.threads
+        ),
     ),
     "backward": (300, lambda args: backward.table(args.rounds)),
     "engines": (3, lambda args: engines.table(args.rounds)),
     "telemetry": (60, lambda args: telemetry.table(args.rounds)),
-    "start": (8, lambda args: start.table(args.rounds, args.only)),
     "runner": (8, lambda args: runner.table(args.rounds, args.only)),
-    "report": (1, lambda args: report.table()),
+    "report": (1, lambda args: report.table(args.sizes or [*report.SIZES])),
 }
 """The number of rounds by default, and the function that measures."""
 
@@ -68,7 +67,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=[""], help="rows that begin so")
-    parser.add_argument("--sizes", nargs="+", default=multitask.SIZES, help="of multitask")
+    parser.add_argument("--sizes", nargs="+", help="of multitask and report")
     args = parser.parse_args(words)
     if args.what == "multitask" and (lacking := multitask.lacking()):
         parser.exit(2, f"{lacking}\n")

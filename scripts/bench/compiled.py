@@ -8,8 +8,7 @@ effects, and the CPU time of a step without effects as a ratio of the same hooks
 
 import warnings
 from collections.abc import Callable
-from itertools import cycle
-from statistics import median
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,21 +17,14 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
-from scripts.bench.turns import cpu_seconds, in_turns
+from scripts.bench.turns import Arm, cpu_seconds, in_turns, ratio
 
 BOUND, LAYERS, WIDTH, WARM = 0.01, 12, 128, 10
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+def network() -> tuple[nn.Module, Tensor]:
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return nn.Sequential(*layers), torch.randn(64, WIDTH)
 
 
 def clamp(grad: Tensor) -> Tensor:
@@ -70,50 +62,37 @@ SITES: dict[str, tuple[Selector, Callable[[nn.Module], None] | None]] = {
 }
 
 
-class Arm:
-    """A compiled model, trained on another batch in each step."""
-
-    def __init__(self) -> None:
-        self.model, self.graphs = Net(), 0
-        self.batches = cycle([torch.randn(64, WIDTH) for _ in range(16)])
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-
-    def compile(self, backend: Any) -> None:
-        self.call: Any = torch.compile(self.model, backend=backend)
-
-    def count(self, graph: Callable[..., Any], inputs: object) -> Callable[..., Any]:
-        self.graphs += 1
-        return graph
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.call(next(self.batches)).square().mean().backward()
-        self.optimizer.step()
-
-
 def graphs(at: Selector, every: int) -> int:
     """Return how many graphs a model is compiled to while a `Clip` acts at these sites."""
     torch.compiler.reset()
-    arm = Arm()
-    arm.compile(arm.count)
-    with gs.Surgery(gs.Intervention(gs.Clip(BOUND), at)).attach(arm.model, effects_every=every):
+    made: list[object] = []
+
+    def count(graph: Callable[..., Any], inputs: object) -> Callable[..., Any]:
+        made.append(graph)
+        return graph
+
+    with ExitStack() as stack:
+        arm = Arm(network, stack)
+        arm.call = torch.compile(arm.model, backend=count)
+        arm.attach(gs.Clip(BOUND), at, every)
         arm.step()
-    return arm.graphs
+    return len(made)
 
 
-def ratio(at: Selector, by_hand: Callable[[nn.Module], None], rounds: int) -> str:
-    """Return the time of a step as a ratio of the same hooks written by hand, of the medians."""
+def over_hand(at: Selector, by_hand: Callable[[nn.Module], None], rounds: int) -> str:
+    """Return the time of a step as a ratio of the same hooks written by hand."""
     torch.compiler.reset()
-    hand, ours = Arm(), Arm()
-    for layer in hand.model.layers:
-        by_hand(layer)
-    surgery = gs.Surgery(gs.Intervention(gs.Clip(BOUND), at))
-    with surgery.attach(ours.model, ours.optimizer, effects_every=0):
+    with ExitStack() as stack:
+        hand, ours = Arm(network, stack), Arm(network, stack)
+        for layer in hand.model.children():
+            if isinstance(layer, nn.Linear):
+                by_hand(layer)
+        ours.attach(gs.Clip(BOUND), at)
         for arm in (hand, ours):
-            arm.compile("inductor")
+            arm.call = torch.compile(arm.model, backend="inductor")
         ways = {"hand": cpu_seconds(hand.step), "ours": cpu_seconds(ours.step)}
         times = in_turns(ways, rounds, WARM)
-    return f"{median(times['ours']) / median(times['hand']):.3f}"
+    return ratio(times["ours"], times["hand"])
 
 
 def table(rounds: int) -> str:
@@ -122,6 +101,6 @@ def table(rounds: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, (at, by_hand) in SITES.items():
-            made = ratio(at, by_hand, rounds) if by_hand else "-"
+            made = over_hand(at, by_hand, rounds) if by_hand else "-"
             rows.append([name, f"{graphs(at, 0)}", f"{graphs(at, 1)}", made])
     return aligned(rows)

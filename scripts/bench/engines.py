@@ -18,14 +18,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
-from scripts.bench.turns import in_turns
+from scripts.bench.turns import cpu_seconds, in_turns
 
 TASKS, BATCH, STEPS = 8, 64, 6
 
@@ -58,19 +57,15 @@ def plain(net: Net, features: Tensor, losses: Sequence[Tensor]) -> None:
 
 def torchjd(chunk: int | None, gramian_first: bool) -> Back:
     """Train as in TorchJD's documentation of tasks with shared features."""
-    autojac, aggregator = import_module("torchjd.autojac"), _theirs()
+    autojac = import_module("torchjd.autojac")
+    aggregator = import_module("torchjd.aggregation").UPGrad()
 
     def back(net: Net, features: Tensor, losses: Sequence[Tensor]) -> None:
         autojac.mtl_backward(losses, features=features, parallel_chunk_size=chunk)
-        autojac.jac_to_grad(
-            net.trunk.parameters(), aggregator, optimize_gramian_computation=gramian_first
-        )
+        params = net.trunk.parameters()
+        autojac.jac_to_grad(params, aggregator, optimize_gramian_computation=gramian_first)
 
     return back
-
-
-def _theirs() -> Callable[[Tensor], Tensor]:
-    return import_module("torchjd.aggregation").UPGrad()
 
 
 OURS = {
@@ -92,27 +87,24 @@ def measure(name: str) -> dict[str, float]:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     x = torch.randn(BATCH, 512)
-    back, attached = plain, nullcontext()
-    if name in THEIRS:
-        back = torchjd(*THEIRS[name])
-    elif name != "plain":
+    back = torchjd(*THEIRS[name]) if name in THEIRS else plain
+    attached = nullcontext()
+    if name in OURS:
         aggregator, fields, every = OURS[name]
         surgery = gs.Surgery(gs.Intervention(aggregator, at=gs.SharedParameters(**fields)))
         attached = surgery.attach(net, optimizer, effects_every=every)
     net(x)  # what the first forward alone allocates is no part of it
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    times = []
     with attached as live:
-        for _ in range(STEPS):
-            began = perf_counter()
+
+        def step() -> None:
             optimizer.zero_grad()
             features, losses = net(x)
-            if live is not None:
-                live.backward(losses)
-            else:
-                back(net, features, losses)
+            live.backward(losses) if live else back(net, features, losses)
             optimizer.step()
-            times.append(perf_counter() - began)
+
+        seconds = cpu_seconds(step)
+        times = [seconds() for _ in range(STEPS)]
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     steady = times[1:]
     return {"least": 1e3 * min(steady), "median": 1e3 * median(steady), "memory": most / 1024}
@@ -120,16 +112,15 @@ def measure(name: str) -> dict[str, float]:
 
 def table(rounds: int) -> str:
     """Return one line for each way of training."""
-    names = ["plain", *OURS, *(THEIRS if find_spec("torchjd") else ())]
+    names = ["plain", *OURS, *(THEIRS if find_spec("torchjd") and find_spec("quadprog") else ())]
     found = in_turns({name: partial(_measured, name) for name in names}, rounds, warm=0)
-    least = {name: min(own["least"] for own in runs) for name, runs in found.items()}
-    middle = {name: median(own["median"] for own in runs) for name, runs in found.items()}
-    memory = {name: min(own["memory"] for own in runs) for name, runs in found.items()}
+    base = {key: min(run[key] for run in found["plain"]) for key in ("least", "memory")}
     lines = [["a step", "least, ms", "median, ms", "least / plain", "memory, MB", "/ plain"]]
-    for name in names:
-        row = [name, f"{least[name]:.0f}", f"{middle[name]:.0f}"]
-        row += [f"{least[name] / least['plain']:.2f}", f"{memory[name]:.0f}"]
-        lines.append([*row, f"{memory[name] / memory['plain']:.1f}"])
+    for name, runs in found.items():
+        least, memory = (min(run[key] for run in runs) for key in base)
+        middle = median(run["median"] for run in runs)
+        row = [name, f"{least:.0f}", f"{middle:.0f}", f"{least / base['least']:.2f}"]
+        lines.append([*row, f"{memory:.0f}", f"{memory / base['memory']:.1f}"])
     size = sum(own.numel() for own in Net().parameters())
     return f"{TASKS} tasks, {size:,} parameters, 1 thread, {rounds} rounds\n{aligned(lines)}"
 

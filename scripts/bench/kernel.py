@@ -14,7 +14,7 @@ from scripts.bench.turns import cpu_seconds, in_turns
 
 
 def table(rounds: int) -> str:
-    """Return a line for each size: CPU times of one thread, and ratios to that of the clamp."""
+    """Return a line for each size: CPU times of one thread, and ratios to the clamp's."""
     torch.set_num_threads(1)
     rows = [["float32 entries", "clamp, us", "kernel, us", "eager, us", "kernel <= 2", "eager"]]
     for size in (100_000, 1_000_000):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
-from scripts.bench.turns import cpu_seconds, in_turns
+from scripts.bench.turns import Arm, beginning, cpu_seconds, in_turns, of_pairs, ratio
 
 BLOCKS, TOKENS, WIDTH, BATCH = 12, 16, 128, 8
 
@@ -42,19 +42,9 @@ class Block(nn.Module):
         return x + self.feed(self.norm2(x))
 
 
-class Arm:
-    """One way of training, attached while the arms take turns."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS)))
-        self.inputs = torch.randn(BATCH, TOKENS, WIDTH)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.inputs).square().mean().backward()
-        self.optimizer.step()
+def network() -> tuple[nn.Module, Tensor]:
+    blocks = nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS)))
+    return blocks, torch.randn(BATCH, TOKENS, WIDTH)
 
 
 KINDS: dict[str, Callable[[], Selector | None]] = {
@@ -71,29 +61,27 @@ KINDS: dict[str, Callable[[], Selector | None]] = {
 def measure(rounds: int, chosen: list[str]) -> dict[str, list[float]]:
     """Return the seconds a step of each arm, one number a round."""
     with ExitStack() as stack:
-        arms = {name: Arm() for name in chosen}
+        arms = {name: Arm(network, stack) for name in chosen}
         for name, arm in arms.items():
             if (at := KINDS[name]()) is not None:
-                surgery = gs.Surgery(gs.Intervention(gs.Identity(), at=at))
-                stack.enter_context(surgery.attach(arm.model, arm.optimizer, effects_every=0))
+                arm.attach(gs.Identity(), at)
         return in_turns({name: cpu_seconds(arm.step) for name, arm in arms.items()}, rounds)
 
 
 def table(rounds: int, only: list[str]) -> str:
     """Return one line for each selection whose name starts with one of `only`."""
     torch.set_num_threads(1)
-    names = [name for name in KINDS if any(name.startswith(wanted) for wanted in only)]
+    names = beginning(KINDS, only)
     times = measure(rounds, ["plain", *(name for name in names if name != "plain")])
     plain = times["plain"]
-    head = ["nodes", "ms, median", "ms, min", "ratio of medians", "of minima", "of pairs"]
+    head = ["nodes", "ms, median", "ms, min", "ratio of medians (of minima)", "of pairs"]
     rows = [
         [
             name,
             f"{1000 * median(own):.2f}",
             f"{1000 * min(own):.2f}",
-            f"{median(own) / median(plain):.3f}",
-            f"{min(own) / min(plain):.3f}",
-            f"{median(a / b for a, b in zip(own, plain, strict=True)):.3f}",
+            ratio(own, plain),
+            f"{of_pairs(own, plain):.3f}",
         ]
         for name, own in times.items()
     ]

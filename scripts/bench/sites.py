@@ -13,8 +13,8 @@ processes disturb them less than wall times.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from statistics import mean, median
-from time import process_time
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.sites.places import Selector
-from scripts.bench.turns import in_turns
+from scripts.bench.turns import Arm, beginning, cpu_seconds, in_turns
 
 BOUND = 0.001
 LAYERS = 24
@@ -36,61 +36,34 @@ def clamp(grad: Any) -> Any:  # Any: hooks are typed in many ways
     return grad.clamp(-BOUND, BOUND)
 
 
-class Arm:
-    """One way of training a deep, narrow network, where hooks cost the most."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        torch.manual_seed(0)
-        self.layers = [nn.Linear(32, 32) for _ in range(LAYERS)]
-        self.model = nn.Sequential(*self.layers)
-        self.inputs = torch.randn(8, 32, requires_grad=True)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.stack = stack
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of the timed steps of one turn."""
-        times = []
-        for _ in range(WARM + STEPS):
-            began = process_time()
-            self.optimizer.zero_grad()
-            self.model(self.inputs).sum().backward()
-            self.optimizer.step()
-            times.append(process_time() - began)
-        return times[WARM:]
+def network() -> tuple[nn.Module, Tensor]:
+    """Return a deep, narrow network, where hooks cost the most."""
+    layers = [nn.Linear(32, 32) for _ in range(LAYERS)]
+    return nn.Sequential(*layers), torch.randn(8, 32, requires_grad=True)
 
 
-def surgery(arm: Arm, at: Selector) -> None:
-    item = gs.Intervention(gs.Clip(BOUND), at=at)
-    attached = gs.Surgery(item).attach(arm.model, arm.optimizer, effects_every=0)
-    arm.stack.enter_context(attached)
+def seconds(arm: Arm) -> list[float]:
+    """Return the seconds of the timed steps of one turn."""
+    timed = cpu_seconds(arm.step)
+    return [timed() for _ in range(WARM + STEPS)][WARM:]
 
 
-def of_weights(hook: Callable[[Any], Any]) -> Callable[[Arm], None]:
+def of_layers(hook: Callable[[Any], Any]) -> Callable[[Arm], None]:
     def by_hand(arm: Arm) -> None:
-        for layer in arm.layers:
-            arm.stack.callback(hook(layer.weight).remove)
-
-    return by_hand
-
-
-def of_layers(hook: Callable[[nn.Module], Any]) -> Callable[[Arm], None]:
-    def by_hand(arm: Arm) -> None:
-        for layer in arm.layers:
+        for layer in arm.model.children():
             arm.stack.callback(hook(layer).remove)
 
     return by_hand
 
 
-def accumulated(param: Tensor) -> None:
+def accumulated(param: Any) -> None:
     param.grad = clamp(param.grad)
 
 
 def before_step(arm: Arm) -> None:
-    weights = [layer.weight for layer in arm.layers]
-
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for weight in weights:
-            accumulated(weight)
+        for layer in arm.model.children():
+            accumulated(layer.weight)
 
     arm.optimizer.register_step_pre_hook(hook)
 
@@ -141,11 +114,11 @@ def behind_node(layer: nn.Module) -> Any:
 
 KINDS: dict[str, tuple[Callable[[Arm], None], Callable[[], Selector]]] = {
     "parameters backward": (
-        of_weights(lambda param: param.register_hook(clamp)),
+        of_layers(lambda layer: layer.weight.register_hook(clamp)),
         lambda: gs.Parameters("*.weight"),
     ),
     "parameters accumulated": (
-        of_weights(lambda param: param.register_post_accumulate_grad_hook(accumulated)),
+        of_layers(lambda one: one.weight.register_post_accumulate_grad_hook(accumulated)),
         lambda: gs.Parameters("*.weight", stage="accumulated"),
     ),
     "parameters step": (before_step, lambda: gs.Parameters("*.weight", stage="step")),
@@ -169,10 +142,10 @@ def measure(kind: str, rounds: int) -> list[str]:
     """Return one line: site costs from minima; step times from medians, and from minima."""
     by_hand, selector = KINDS[kind]
     with ExitStack() as stack:
-        arms = {name: Arm(stack) for name in ("plain", "hand", "ours")}
+        arms = {name: Arm(network, stack) for name in ("plain", "hand", "ours")}
         by_hand(arms["hand"])
-        surgery(arms["ours"], selector())
-        turns = in_turns({name: arm.seconds for name, arm in arms.items()}, rounds)
+        arms["ours"].attach(gs.Clip(BOUND), selector())
+        turns = in_turns({name: partial(seconds, arm) for name, arm in arms.items()}, rounds)
     times = {name: [1e6 * x for steps in own for x in steps] for name, own in turns.items()}
     middle = {name: median(own) for name, own in times.items()}
     least = {name: mean(sorted(own)[:LEAST]) for name, own in times.items()}
@@ -184,6 +157,5 @@ def measure(kind: str, rounds: int) -> list[str]:
 def table(rounds: int, only: list[str]) -> str:
     """Return one line for each kind whose name starts with one of `only`."""
     torch.set_num_threads(1)
-    kinds = [kind for kind in KINDS if any(kind.startswith(wanted) for wanted in only)]
     head = ["kind", "by hand, us a site", "gradsurg", "more", "step time, ratio (of minima)"]
-    return aligned([head, *(measure(kind, rounds) for kind in kinds)])
+    return aligned([head, *(measure(kind, rounds) for kind in beginning(KINDS, only))])

@@ -32,6 +32,7 @@ import gradsurg as gs
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.reductions import norm
 from gradsurg.transforms.base import Transform
+from scripts.bench.turns import beginning, cpu_seconds, in_turns
 
 WIDTH, BLOCKS, TOKENS = 768, 12, 16_000
 STEPS = 3  # timed together
@@ -67,32 +68,23 @@ ARMS: dict[str, Transform | None] = {
 
 def turn(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
     """Return the CPU milliseconds of a step of an arm, after one that is not timed."""
-    transform = ARMS[name]
     step = partial(clipped, model, optimizer) if "_" in name else optimizer.step
     attached = nullcontext()
-    if transform is not None:
+    if transform := ARMS[name]:
         surgery = gs.Surgery(gs.Intervention(transform, at=gs.Parameters(stage="step")))
         attached = surgery.attach(model, optimizer, effects_every=0)
     with attached:
         step()
-        began = process_time()
-        for _ in range(steps):
-            step()
-        return 1000 * (process_time() - began) / steps
+        return 1000 * cpu_seconds(step, steps)()
 
 
 def step_rows(rounds: int) -> list[list[str]]:
     model = parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    times: dict[str, list[float]] = {name: [] for name in ARMS}
-    for number in range(rounds + 1):
-        for name in list(ARMS)[:: 1 if number % 2 else -1]:
-            elapsed = turn(name, model, optimizer, STEPS)
-            if number:
-                times[name].append(elapsed)
-    middle = {name: median(own) for name, own in times.items()}
+    ways = {name: partial(turn, name, model, optimizer, STEPS) for name in ARMS}
+    middle = {name: median(own) for name, own in in_turns(ways, rounds, warm=1).items()}
     clip = middle["clip_grad_norm_"] - middle["plain"]
-    rows = [["step", "ms", "more than plain, ms", "over that of clip_grad_norm_"]]
+    rows = [["step", "ms", "more than plain, ms", "over clip_grad_norm_"]]
     for name, elapsed in middle.items():
         more = elapsed - middle["plain"]
         rows.append([name, f"{elapsed:.1f}", f"{more:.1f}", f"{more / clip:.2f}"])
@@ -112,9 +104,8 @@ def peak(name: str) -> float:
     model = parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     optimizer.step()
-    Path("/proc/self/clear_refs").write_text(
-        "5", encoding="ascii"
-    )  # the peak is now the memory in use
+    # The peak becomes the memory in use.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = _status("VmHWM")
     turn(name, model, optimizer, 2)
     return _status("VmHWM") - before
@@ -144,16 +135,12 @@ def norm_rows(rounds: int) -> list[list[str]]:
 
 
 def _norm_row(grad: Tensor, rounds: int) -> list[str]:
-    plain, ours = partial(torch.linalg.vector_norm, grad), partial(norm, grad, "tensor")
-    times: tuple[list[float], list[float]] = [], []
     repeats = max(1, 2_000_000 // grad.numel())
-    for _ in range(5 * rounds):
-        for function, own in zip((plain, ours), times, strict=True):
-            began = process_time()
-            for _ in range(repeats):
-                function()
-            own.append(1e6 * (process_time() - began) / repeats)
-    first, second = (median(own) for own in times)
+    ways = {
+        "torch": cpu_seconds(partial(torch.linalg.vector_norm, grad), repeats),
+        "ours": cpu_seconds(partial(norm, grad, "tensor"), repeats),
+    }
+    first, second = (1e6 * median(own) for own in in_turns(ways, 5 * rounds, warm=0).values())
     name = f"{str(grad.dtype).removeprefix('torch.')} {'x'.join(map(str, grad.shape))}"
     return [name, f"{first:.1f}", f"{second:.1f}", f"{second / first:.2f}"]
 
@@ -209,5 +196,4 @@ ROWS: dict[str, Row] = {
 def table(rounds: int, only: Sequence[str]) -> str:
     """Return a table for each row of ROWS whose name starts with one of `only`."""
     torch.set_num_threads(1)
-    names = [name for name in ROWS if any(name.startswith(wanted) for wanted in only)]
-    return "\n\n".join(aligned(ROWS[name](rounds)) for name in names)
+    return "\n\n".join(aligned(ROWS[name](rounds)) for name in beginning(ROWS, only))

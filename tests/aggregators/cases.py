@@ -148,6 +148,6 @@ ROWS = (
 
 
 def made(name: str, **fields: Any) -> Aggregator:  # Any: fields have many types
-    """What a yaml describes, with some of its fields changed."""
+    """The aggregator of a yaml file, with some of its fields changed."""
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
     return make({**config, **fields}, Aggregator)

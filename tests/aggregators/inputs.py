@@ -34,5 +34,5 @@ def gramian(matrix: Array) -> Tensor:
 
 
 def distance(result: Array, expected: Array) -> float:
-    """How far the result is, relative to what was expected."""
+    """The distance of the result from the expected one, relative to it."""
     return float(np.linalg.norm(result - expected) / np.linalg.norm(expected))

@@ -1,4 +1,4 @@
-"""What is made entry by entry: drawn as published, and the same in whatever pieces."""
+"""Entrywise aggregators draw as published, and give the same result in pieces of any size."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What holds for every aggregator that needs the Gramian alone, and what it does at the edges."""
+"""Properties of every aggregator that needs the Gramian alone, and its edge cases."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def apart(one: Tensor, two: Tensor, matrix: Tensor) -> float:
 
 
 def expected_of_same(aggregator: Aggregator, g: Tensor, count: int) -> Tensor | None:
-    """What identical tasks give by the docstrings."""
+    """The result of identical tasks, by the docstrings."""
     match type(aggregator).__name__:
         case "PCGrad" | "GradVac" | "ConFIG":
             mean = getattr(aggregator, "reduction", "sum") == "mean"
@@ -88,7 +88,7 @@ def test_one_task_and_zero_gradients(aggregator: Aggregator) -> None:
     match name:
         case "MGDA":
             assert not result.any()
-        case "IMTLG" | "ConFIG" | "NashMTL" | "FairGrad":  # left out, but for what counts T
+        case "IMTLG" | "ConFIG" | "NashMTL" | "FairGrad":  # left out, except for those that count T
             assert (
                 distance(
                     (result / result.norm()).numpy(),

@@ -343,7 +343,7 @@ def libmtl(matrix: Array, orders: list[list[int]]) -> Array:
 
 
 def in_place(matrix: Array, orders: list[list[int]]) -> Array:
-    """What comes of it where the gradients are not copied: tasks meet what was projected."""
+    """The result if the gradients are not copied: tasks meet projected gradients."""
     done = matrix.copy()
     for i, order in enumerate(orders):
         for j in order:

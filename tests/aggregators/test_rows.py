@@ -1,4 +1,4 @@
-"""What float32 has no room for, or too few digits, is calculated in float64."""
+"""Numbers that overflow or lose digits in float32 are calculated in float64."""
 
 from itertools import product
 from typing import NoReturn

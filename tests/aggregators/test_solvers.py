@@ -176,7 +176,7 @@ def test_the_solvers_agree_with_fractions_over_all_active_sets(seed: int, ratio:
 
 
 def exactly_shortest(matrix: list[list[Fraction]]) -> Array:
-    """The shortest vector of the hull: that of the affine hull of some independent rows."""
+    """The shortest vector of the hull: the shortest of the affine hull of some independent rows."""
     best = None
     for size in range(1, len(matrix) + 1):
         for chosen in combinations(matrix, size):

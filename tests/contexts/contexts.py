@@ -238,7 +238,7 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
     """Return the measured outcome, `IGNORED` or `WRONG` if nothing was said of it, and messages.
 
     It acts if it gives the result of hooks by hand, bit for bit; of several processes, and in
-    `torch.compile`, if it gives that of a factor.
+    `torch.compile`, if it gives the result of a factor.
     """
     is_exact = context not in PROCESSES and "compile" not in context
     step, at, transform = STEPS[context], kind.make(), SIGNS if is_exact else gs.Scale(FACTOR)

@@ -49,7 +49,7 @@ class Hand:
         return {x: None for name, x in short if name and fnmatchcase(name, self.pattern)}
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether a module of the process is selected, by its name or by that of its class."""
+        """Whether a module of the process is selected, by its name or by its class."""
         if module in self.modules or self.pattern == _class(module):
             return True
         return self.pattern == "*" and module not in {*self.model.modules()}

@@ -551,7 +551,7 @@ def test_effects_are_the_norms_that_hooks_by_hand_see(kind: str) -> None:
     torch.testing.assert_close(sorted(treated.norms), sorted(hooked.norms))
 
 
-# What no hook by hand tells
+# Cases that no hook by hand can show
 
 SITES = {
     "Captured": "{}.weight",

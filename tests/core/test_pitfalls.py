@@ -109,7 +109,7 @@ class Operation:
 
 
 class Surgery:
-    """An attachment: `told` are the texts that were told at once."""
+    """An attachment: `told` are the warnings that were emitted at once."""
 
     def __init__(self, *operations: Operation, model: nn.Module | None = None) -> None:
         self.operations, self.model = operations, model or small()

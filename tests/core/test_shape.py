@@ -52,7 +52,9 @@ def test_the_answer_of_a_trigger_alone_is_true_false_or_unknown(
 
 
 KNOWN = ("sites", "plugins", "torch_internals", "transforms", "core.pitfalls")
-"""What a kind of site may know. Of the core these are its errors, each beside its reason."""
+"""The modules that a kind of site may import. Of the core these are its errors, each with its
+reason.
+"""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""What the ledger remembers and complains about."""
+"""The ledger remembers calls and warns of sites without any."""
 
 from gradsurg.effects.ledger import Ledger
 
@@ -12,7 +12,7 @@ def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> 
     ledger.enter("zero", "a")
     ledger.enter("zero", "b", skipped="frozen")
     assert [*ledger.warnings("clip"), *ledger.warnings("zero")] == [
-        # b is told of by the table: others of its intervention acted
+        # the table shows b: others of its intervention acted
         "clip: attached, but no gradient ever passed at: a",
         "zero: attached, but no gradient ever passed at: a, b (frozen)",
     ]

@@ -10,8 +10,9 @@ from gradsurg.effects.tables import effect_table
 
 LAYERS = 20
 SUMMARY, EACH = len(EFFECT_NAMES) + 23, len(EFFECT_NAMES) + 4
-"""The numbers about many sites, and those of each site: `norm_max`, bytes, seen, calls and the
-ratio too."""
+"""The numbers about many sites, and the numbers of each site: `norm_max`, bytes, seen, calls and
+the ratio too.
+"""
 
 
 def rows_of(layers: int = LAYERS) -> list[dict[str, object]]:

@@ -216,7 +216,7 @@ WRONG = (
         "site.pattern: is not a regular expression (missing ), unterminated subpattern at ",
         "found 're:('",
     ),
-    Wrong("out=~/runs", "out=~/runs: cannot be read: the shell does not expand ~", "write $HOME"),
+    Wrong("out=~/runs", "out=~/runs: cannot be read, because the shell does not", "Write $HOME"),
     Wrong("transform=./clip.py", "transform: there is no './clip.py'. Did you mean '"),
     Wrong("-m lr=interval(0,1)", "lr=interval(0,1): cannot be swept: "),
     # a user's own

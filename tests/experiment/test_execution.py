@@ -137,7 +137,7 @@ def test_the_arms_differ_by_the_transform_alone(tmp_path, transform, when) -> No
     treated = execute(a_run(transform, when=when), tmp_path, [])
     outcome = ("train/loss", "test/loss", "test/accuracy")
     same = lines(treated, "metrics.jsonl") == lines(control, "metrics.jsonl")
-    assert same  # dropout and batches are those of the control
+    assert same  # dropout and batches are the same as the control's
     alike = [treated.summary[key] == control.summary[key] for key in outcome]
     assert all(alike) == (when != gs.Steps(start=29, every=2))
 
@@ -214,7 +214,7 @@ def test_a_run_that_diverges_in_its_last_step_is_diverged(tmp_path) -> None:
 
 
 class Rude(Listening):
-    """Raises where it is told to."""
+    """Raises at a given call."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ SITES = (PARAMETERS, {**PARAMETERS, "stage": "step"}, NODE, INPUTS, UPDATES)
 
 @pytest.fixture
 def composed() -> Iterator[Any]:
-    """A function of overrides, as an app without a config of its own composes them."""
+    """A function of overrides that composes them like an app without a config."""
     with initialize_config_module("gradsurg.conf", version_base="1.3"):
         yield lambda *words: compose(overrides=[*words])
 
@@ -48,7 +48,7 @@ def as_written(*items: gs.Intervention, seed: int = 0) -> str:
     return repr(gs.Surgery(*items, seed=seed))
 
 
-# What Hydra makes.
+# The object that Hydra makes.
 
 
 def stems(group: str) -> list[str]:

@@ -308,7 +308,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     agent = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=1", end)
     code, err = agents(folder, agent, agent)
     assert code == 0, err
-    assert len(re.findall("^job [12]: ", err, re.MULTILINE)) == 2  # told by rank 0 alone
+    assert len(re.findall("^job [12]: ", err, re.MULTILINE)) == 2  # printed by rank 0 alone
     return folder / "runs"
 
 

@@ -1,4 +1,4 @@
-"""Triggers that join others, on the command line: a list of nodes, as in a yaml file."""
+"""Triggers that join others: on the command line they are a list of nodes, like in a yaml file."""
 
 import pytest
 

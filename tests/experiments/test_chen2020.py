@@ -1,4 +1,4 @@
-"""Clipping the gradient of each of a few examples: the sum of what is left."""
+"""Clipping the gradient of each of a few examples: the sum of the results."""
 
 import torch
 from gradsurg.experiments.chen2020.task import ClippingToy

@@ -75,7 +75,8 @@ def test_the_spread_is_1_of_all_directions_and_0_of_one() -> None:
 
 
 def test_most_of_the_ten_nearest_others_vote() -> None:
-    # Eleven in one direction, of which one has another label: it is told wrong, the others right.
+    # Eleven in one direction, of which one has another label: it is classified wrong, the others
+    # right.
     outputs = torch.tensor([[1.0, 0.0]] * 11 + [[0.0, 1.0]] * 11).repeat(1, 4)
     labels = torch.tensor([0] * 10 + [1] + [1] * 11)
     metrics = TwoViews(size=2).metrics(outputs, labels)

@@ -1,4 +1,4 @@
-"""What fresh decoders recover from the halves of a code."""
+"""Fresh decoders recover a share of the halves of a code."""
 
 import torch
 from gradsurg.experiments.cloud2024.task import SplitDigits

@@ -114,7 +114,7 @@ def surgery_at(site: str) -> gs.Surgery:
 
 
 def plain_loop(setting: Setting, site: str, ours: bool) -> nn.Module:
-    """A loop with autocast, a scaler and `clip_grad_norm_`, as in PyTorch's documentation."""
+    """A loop with autocast, a scaler and `clip_grad_norm_`, from PyTorch's documentation."""
     net = Net(setting.checkpointing)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=setting.precision == "16")

@@ -60,7 +60,7 @@ def attended(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def by_hand(model: Any, x: Tensor) -> Tensor:
-    """Return the logits, whose gradient is that of the rules of AttnLRP (equations 7 to 9, 15)."""
+    """Return the logits, whose gradient follows the rules of AttnLRP (equations 7 to 9, 15)."""
     cos, sin = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
     for layer in model.model.layers:
         x = x + attended(layer.self_attn, normed(layer.input_layernorm, x), cos[:, None], sin)

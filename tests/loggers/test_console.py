@@ -1,4 +1,4 @@
-"""The console logger: a bar on a terminal, else one line per run."""
+"""The console logger: a bar on a terminal, otherwise one line per run."""
 
 import os
 import pty

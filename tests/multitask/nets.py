@@ -87,7 +87,7 @@ def losses_of(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
 
 
 def grads_of(model: nn.Module) -> Grads:
-    """Copies of what is in `.grad`, by name."""
+    """Copies of the `.grad`s, by name."""
     named = model.named_parameters()
     return {name: None if own.grad is None else own.grad.clone() for name, own in named}
 
@@ -104,7 +104,7 @@ def same(first: Grads, second: Grads) -> bool:
 
 
 def close(first: Grads, second: Grads, rtol: float = 1e-5) -> None:
-    """Assert that they are equal but for rounding."""
+    """Assert that they are equal except for rounding."""
     assert first.keys() == second.keys()
     for name, own in first.items():
         other = second[name]

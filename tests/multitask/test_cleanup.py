@@ -1,4 +1,4 @@
-"""What is left of an aggregator after an error and after the block: nothing."""
+"""Nothing is left of an aggregator after an error and after the block."""
 
 import gc
 from weakref import ref
@@ -22,7 +22,7 @@ from tests.multitask.nets import (
 )
 from tests.nets import num_hooks
 
-# What is left
+# State that is left
 
 
 class Failing(nn.Module):

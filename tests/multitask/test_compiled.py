@@ -1,4 +1,4 @@
-"""What torch.compile has made of a model: measuring and aggregating are as they are without."""
+"""Models compiled by torch.compile: measuring and aggregating are the same as without."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
-    """What one test has compiled is not that of another."""
+    """Each test compiles anew."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
 class Losing(Net):
-    """Its losses are part of what is compiled."""
+    """Its losses are part of the compiled graph."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         outputs = super().forward(x).items()
@@ -43,7 +43,7 @@ def compiled(
 
 
 def train(every: int, dynamic: bool | None, *items: gs.Intervention) -> tuple[list[Tensor], int]:
-    """What is left of a model after batches of several sizes, and how often it was measured."""
+    """The gradients of a model after batches of several sizes, and how often it was measured."""
     torch.compiler.reset()
     model = Losing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,7 +184,7 @@ def test_a_single_use_graph_is_not_retained() -> None:
         live.backward(called(batch(8)))
 
 
-# What a task reaches
+# Parameters that a task reaches
 
 
 def hinged(losses: Mapping[str, Tensor]) -> dict[str, Tensor]:

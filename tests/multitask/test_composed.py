@@ -36,9 +36,7 @@ SEEN: list[tuple[str, str, int]] = []
 
 @validated
 class Notes(Stateless):
-    """Writes down whose gradient it is, where, and which of the step. What it does to a sum may be
-    known, or not.
-    """
+    """Notes the task of each gradient, its site and its call; linear if `known`."""
 
     known: bool = True
 
@@ -141,7 +139,7 @@ CLAMP = gs.Clamp(low=-0.05, high=0.05)
 
 
 def clamped(grads: dict[str, Any], weights: Sequence[float]) -> dict[str, Any]:
-    """The weighed sum of what a clamp makes of the gradient of each task."""
+    """The weighted sum of the clamped gradients of the tasks."""
     parts = list(zip(weights, grads.values(), strict=True))
     return {n: sum(w * own[n].clamp(-0.05, 0.05) for w, own in parts) for n in TRUNK}
 

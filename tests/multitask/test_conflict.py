@@ -1,4 +1,4 @@
-"""The numbers of a conflict are those of the rows, and the others' those of the others."""
+"""The numbers of a conflict are the same as the rows' own, also with other aggregators."""
 
 from dataclasses import replace
 from math import inf, isnan, log, nan

@@ -276,7 +276,7 @@ def test_an_aggregator_that_is_not_homogeneous_is_refused_under_a_loss_scale(
     off = torch.amp.GradScaler("cpu", enabled=False)
     with surgery.attach(model, scaler=off) as live:
         live.backward(losses_of(model))
-    # One that was not told of is noticed.
+    # A scaler that attach was not given is noticed.
     scaler, optimizer = _scaler(), torch.optim.SGD(model.parameters(), lr=0.01)
     with surgery.attach(model, optimizer) as live:
         live.backward({t: scaler.scale(own) for t, own in losses_of(model).items()})

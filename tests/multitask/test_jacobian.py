@@ -30,7 +30,7 @@ from tests.multitask.nets import (
 
 @pytest.fixture
 def new_memory_is_nan() -> Iterator[None]:
-    """What nobody has written shows: PyTorch fills it, in deterministic mode."""
+    """Unwritten entries show: PyTorch fills them, in deterministic mode."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

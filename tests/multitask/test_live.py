@@ -1,4 +1,4 @@
-"""What changes a surgery while it is attached, and its state, with an aggregator."""
+"""Changes of an attached surgery, and of its state, with an aggregator."""
 
 from collections.abc import Callable
 from copy import deepcopy

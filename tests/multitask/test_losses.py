@@ -16,7 +16,7 @@ from tests.multitask.nets import (
     still,
 )
 
-# What is given wrong
+# Wrong arguments
 
 WRONG = {
     "none": (lambda m: {}, ValueError, "must have at least one"),
@@ -59,7 +59,7 @@ def test_wrong_losses_are_refused_by_name(name: str) -> None:
 
 
 def test_wrong_interventions_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"found a class: did you mean PCGrad\(\)\?"):
+    with pytest.raises(TypeError, match=r"found a class. Did you mean PCGrad\(\)\?"):
         gs.Intervention(gs.PCGrad, at=gs.SharedParameters())
     with pytest.raises(ValueError, match="SharedParameters is for aggregators"):
         gs.Intervention(gs.Clip(1.0), at=gs.SharedParameters())

@@ -1,4 +1,4 @@
-"""What is drawn at random in an update: when anew, when again, and for which selection."""
+"""Random numbers of an update: when they are drawn anew, when again, and for which selection."""
 
 import pytest
 from torch import nn
@@ -13,7 +13,7 @@ DRAWING = [gs.GradDrop(), gs.PCGrad(), gs.Random()]  # none remembers what was b
 
 
 def _updates(surgery: gs.Surgery, model: Net, count: int, **options: object) -> list[Grads]:
-    """What each of several updates from the same losses makes."""
+    """The results of several updates from the same losses."""
     found = []
     with surgery.attach(model, **options) as live:
         for _ in range(count):
@@ -92,7 +92,7 @@ class Twice(nn.Module):
 
 
 def _masks(*items: gs.Intervention) -> list[list[float]]:
-    """What is kept of two opposite tasks in each layer."""
+    """The part that is kept of two opposite tasks in each layer."""
     model = Twice()
     total = model.first.weight.sum() + model.second.weight.sum()
     with gs.Surgery(*items).attach(model, still(model)) as live:

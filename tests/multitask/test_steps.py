@@ -1,4 +1,4 @@
-"""What belongs to one step ends with it, and what was learnt of steps that were made stays."""
+"""State of one step ends with it, and knowledge from finished steps stays."""
 
 from collections.abc import Callable
 from math import isnan
@@ -82,7 +82,7 @@ def test_after_an_error_the_tasks_of_a_step_may_change() -> None:
 
 
 def weights_in(shadow: bool, aggregator: Aggregator, apart: bool = False) -> list[list[float]]:
-    """Those told of three steps, whose third task may not reach the trunk."""
+    """The measured weights of three steps, whose third task may not reach the trunk."""
     model = Net()
     optimizer = still(model)
     surgery = gs.Surgery(at_shared(aggregator))
@@ -217,7 +217,7 @@ def test_calling_an_aggregator_refuses_other_types() -> None:
         gs.PCGrad()(rows)  # pyright: ignore[reportArgumentType]
 
 
-# What is told
+# Warnings
 
 
 class Misshapen(Weighting):

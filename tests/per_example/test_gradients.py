@@ -1,4 +1,4 @@
-"""Gradients of single examples equal those of a loop over the examples."""
+"""Gradients of single examples equal the gradients of a loop over the examples."""
 
 from collections.abc import Sequence
 from unittest.mock import Mock
@@ -245,7 +245,7 @@ def test_the_noise_scale_of_passes_of_unequal_size_is_unbiased() -> None:
     _, live = by_hand(gs.PerSample(gs.Identity()), [5, 1], FIVE_AND_ONE)
     weights = [0.1] * 5 + [0.5]
     square = sum(weight * value**2 for weight, value in zip(weights, FIVE_AND_ONE, strict=True))
-    share = sum(weight**2 for weight in weights)  # of the variance that is in that of the mean
+    share = sum(weight**2 for weight in weights)  # of the variance that the mean has
     variance = (square - 2.2**2) / (1 - share)
     (source,) = live.examples.values()
     expected = variance / (2.2**2 - share * variance)

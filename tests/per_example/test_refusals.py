@@ -102,7 +102,7 @@ def test_a_second_axis_of_examples_is_refused() -> None:
 def test_the_other_reduction_of_a_cross_entropy_is_noticed(declared: str, other: str) -> None:
     torch.manual_seed(0)
     model, factor = nn.Linear(4, 3), 8.0 if other == "sum" else 1.0
-    with pytest.warns(gs.SurgeryWarning, match=f"is it reduction='{other}'"):
+    with pytest.warns(gs.SurgeryWarning, match=f"Is it reduction='{other}'"):
         step(model, torch.randn(8, 4), scale=factor, reduction=declared)
 
 

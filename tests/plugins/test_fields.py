@@ -1,4 +1,4 @@
-"""What a wrong field is told."""
+"""The errors of wrong fields."""
 
 from dataclasses import KW_ONLY, FrozenInstanceError
 from typing import Annotated, Any, Literal

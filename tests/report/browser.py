@@ -18,7 +18,7 @@ OPTIONS = (
 
 
 def missing() -> str:
-    """What there is not, or nothing."""
+    """The missing program, or nothing."""
     lacking = [name for name in (CHROMIUM, DRIVER) if shutil.which(name) is None]
     return f"there is no {' and no '.join(lacking)} (Debian: chromium, chromium-driver)" * bool(
         lacking
@@ -27,7 +27,7 @@ def missing() -> str:
 
 @contextmanager
 def browser(width: int, height: int) -> Iterator[Any]:  # Any: selenium is imported where it is
-    """A window of that size; every request but for files fails."""
+    """A window of that size; every request fails, except requests for files."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()

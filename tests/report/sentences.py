@@ -93,7 +93,7 @@ def within(points: Sequence[float], better: Any = "higher", **more: object) -> d
 
 
 def tuned(points: Sequence[float], arm: str = "clip", **more: object) -> dict[str, object]:
-    """The comparison of an arm whose rate was chosen among five, as that of its control."""
+    """The comparison of an arm whose rate was chosen among five, like its control's."""
     base: dict[str, object] = {"tuned": True, "rate_tuned": True, "lr": 0.8, "lr_control": 0.4}
     base |= {"configurations": 5, "configurations_control": 5}
     return row(points, arm, **{**base, **more})
@@ -137,7 +137,7 @@ def lengths(
 ) -> Study:
     """Clip whose gradients keep their direction, at two sites of other norms.
 
-    `scaled`: the norms of both change by the same factor, else to the same norm.
+    `scaled`: the norms of both change by the same factor, otherwise to the same norm.
     """
     for seed, points in enumerate(CLIP):
         control = studies.whole(folder, "none", seed, 0.5, **more)

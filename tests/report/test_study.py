@@ -91,7 +91,7 @@ DAMAGES = {
 
 
 def told(study: Study) -> list[str]:
-    """What is said of files that cannot be read, once all are read."""
+    """The warnings about files that cannot be read, once all are read."""
     assert study.metrics is not study.effects is not study.conflicts
     return [run.reason for run in study.all_runs if run.state == "unreadable"] + study.faults
 

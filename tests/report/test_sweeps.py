@@ -112,7 +112,7 @@ def test_a_dose_that_equals_the_control_is_inactive_and_in_no_trend(tmp_path: Pa
         for dose, gain in gains.items():
             place = studies.plan(tmp_path, "clip", seed, control, value=dose)
             studies.log(place, "clip")
-            # at dose 1 the loss alone tells it from the control
+            # at dose 1 the loss alone differs from the control
             loss = {"train/loss": 0.4} if dose == 1.0 else {}
             studies.end(place, "clip", 0.5 + seed / 1000 + gain * (1 + seed / 100), **loss)
     found = trend_of(read_study(tmp_path))
@@ -174,7 +174,7 @@ def test_the_best_arms_are_compared_where_a_rate_is_swept(tmp_path: Path) -> Non
     best = answer(study, compare(study))
     assert ("at its best" in best[0], "arms against" in best[1]) == (True, True)
     assert not any("at its best" in text for text in sweeps(study, compare(study)))
-    assert found["edge"] == "clip"  # its best rate is the largest, that of the control is not
+    assert found["edge"] == "clip"  # its best rate is the largest, the control's is not
 
 
 def test_the_best_arms_are_chosen_on_validation_data(tmp_path: Path) -> None:

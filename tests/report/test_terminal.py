@@ -1,4 +1,4 @@
-"""What a job and a study print, from run directories made by hand; tuning in sentences."""
+"""The output of a job and of a study, from run directories made by hand; tuning in sentences."""
 
 import json
 from collections.abc import Sequence

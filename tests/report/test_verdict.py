@@ -215,7 +215,7 @@ def test_where_no_arm_has_learned_there_is_nothing_to_compare(tmp_path: Path) ->
     told = warned(study)
     assert "clip in 8 of 8 seeds (test accuracy" in told["control at chance"]
     assert "control in 4 of 8 seeds (0.5 against 0.4)" in told["worse than a constant"]
-    assert "clip" not in told["worse than a constant"]  # it is told above
+    assert "clip" not in told["worse than a constant"]  # it is said above
 
 
 def test_one_seed_that_decides_is_told(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ MINI = {"claims": MAIN, "source": "Nobody 2000", "published": "0.4"}
 MINI |= {"quick": [STUDY], "bands": [BAND]}
 TIMES = {"time/train_s": 60, "time/step_ms": 2.5, "hardware": "a small machine"}
 # The 95 % sign-flip interval of six values is their range: of its 63 subset means it leaves out
-# floor(0.05 x 32) = 1 at each side but for the ends themselves.
+# floor(0.05 x 32) = 1 at each side, apart from the ends themselves.
 SIX = (0.2, 0.3, 0.3, 0.4, 0.4, 0.5)
 LOSSES = {**{("clip", seed): loss for seed, loss in enumerate(SIX)}, ("none", 0): 2.0}
 

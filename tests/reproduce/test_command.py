@@ -40,7 +40,7 @@ def foreseen(label: str, seed: int) -> PlannedRun:
 
 @pytest.fixture
 def losses() -> Losses:
-    """What the runs of the study come to; None has failed."""
+    """The outcomes of the runs of the study; None has failed."""
     return dict(LOSSES)
 
 

@@ -93,7 +93,7 @@ def test_of_every_run_one_outside_the_band_is_enough(
         (0, 8, {"low": 0.36}, "undecided"),
         (0, 8, {"low": 0.37}, "does not hold"),
         (0, 8, {"high": 0.37}, "holds"),
-        # 5 of 10: 0.1871 to 0.8129, as in tables of Clopper and Pearson's interval
+        # 5 of 10: 0.1871 to 0.8129, from tables of Clopper and Pearson's interval
         (5, 10, {"low": 0.187, "high": 0.813}, "holds"),
         (5, 10, {"low": 0.188, "high": 0.813}, "undecided"),
         (5, 10, {"low": 0.187, "high": 0.812}, "undecided"),
@@ -167,7 +167,7 @@ def verdict_of(root: Path, *bands: tuple[Mapping[str, object], Sequence[float]])
 
 SHARE = {"of": "share", "low": 0.3, "high": None}, (1,) * 7 + (0,)
 EVERY = {"of": "every"}, (0.1,)
-# Undecided but for 8 of 8 and 0 of 8: 1 - binom.pmf([0, 8], 8, 7 / 8).sum(), and of betabinom.
+# Undecided except for 8 of 8 and 0 of 8: 1 - binom.pmf([0, 8], 8, 7 / 8).sum(), and of betabinom.
 HALF = {**SHARE[0], "low": 0.5}, SHARE[1]
 
 

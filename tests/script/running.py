@@ -19,7 +19,7 @@ class Ended:
     folder: Path
 
     def runs(self, study: str) -> dict[str, Path]:
-        """The folders of the runs of a study by label and seed, as `clip-seed0`."""
+        """The folders of the runs of a study by label and seed, such as `clip-seed0`."""
         paths = (self.folder / "runs" / study).glob("*-seed*")
         return {path.name.rpartition("-")[0]: path for path in paths}
 

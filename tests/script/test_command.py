@@ -237,7 +237,7 @@ FOUND = {
     "compiled": (["attached to OptimizedModule (call) and SGD"], 10, 4),
     "os._exit": (["attached to Sequential (model) and SGD"], 10, 4),
 }
-"""What was found, the steps that were counted, and the sites with gradients in the last one."""
+"""The model found, the number of counted steps, and the sites with gradients in the last one."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

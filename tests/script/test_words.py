@@ -18,7 +18,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ("transform=clip train.py", "--: is missing before the script: write -- train.py"),
+        ("transform=clip train.py", "--: is missing before the script. Write -- train.py"),
         ("transform=clip --", "--: the script is missing behind it"),
         (
             "transform=clip -- tarin.py",
@@ -29,8 +29,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("transform=clip,sign -- train.py", "transform: one value a command; with the same study="),
         ("-m transform=clip -- train.py", "-m: one value a command"),
         ("aggregator=pcgrad -- train.py", "aggregator: pcgrad cannot act in a script as it is"),
-        ("task=digits -- train.py", "task: is the script's own: give it behind --"),
-        ("steps=10 -- train.py", "steps: is the script's own: give it behind --"),
+        ("task=digits -- train.py", "task: is the script's own. Give it behind --"),
+        ("steps=10 -- train.py", "steps: is the script's own. Give it behind --"),
         ("hydra/launcher=joblib -- train.py", "hydra/launcher: runs are processes of this machine"),
         ("--list transform -- train.py", "--list: python -m gradsurg.run --list"),
         ("seeds -- train.py", "seeds: write KEY=VALUE"),

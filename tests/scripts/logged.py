@@ -25,7 +25,7 @@ def make_model(width, depth):
 
 
 class Averages:
-    """Running means of what is logged in an epoch."""
+    """Running means of the logged numbers of an epoch."""
 
     def __init__(self):
         self.sums, self.count = {}, 0

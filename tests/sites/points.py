@@ -94,7 +94,7 @@ class Acts(Stateless):
 
 
 class Noted(Stateless):
-    """Returns what it gets, and notes it with what it is told each time."""
+    """Returns its input, and notes it with its context each time."""
 
     def __init__(self, *needs: Need) -> None:
         self.steps, self.calls, self.sites = list[int](), list[int](), list[str]()

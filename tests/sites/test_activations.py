@@ -213,7 +213,7 @@ def test_a_recomputation_after_the_block_is_refused(reentrant: bool, at: Selecto
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("when", [gs.Always(), gs.Steps(start=1)])
 def test_a_backward_after_the_next_steps_forward_is_refused(reentrant: bool, when: Trigger) -> None:
-    """What is known of the calls is what the newest forward did, and this one did another thing."""
+    """The newest forward is recorded, and this one did something else."""
     model, x = _tanh(reentrant)
     with attached(model, gs.Scale(1.5), gs.Activations("inner.0"), when=when) as live:
         first = model(x)

@@ -110,7 +110,7 @@ def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:
     assert calls_of(live) == {"a": 1, "b": 1}
 
 
-# What goes wrong
+# Errors
 
 
 class Fails(torch.autograd.Function):
@@ -193,7 +193,7 @@ def test_an_optimizer_that_waits_for_the_end_of_backward_gets_the_transformed_gr
 
     optimizer = sgd(model, lr=1.0)
     with attached(model, CLIP, _at("re:[ab]")):
-        # Registered after those of the group: their callback is queued first.
+        # Registered after the hooks of the group: their callback is queued first.
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(step)
         model(3.0, 4.0).backward()

@@ -229,7 +229,7 @@ def test_tensors_without_a_gradient_do_not_count() -> None:
     assert sum(entry.calls > 0 for entry in live.ledger) == 3
 
 
-# What is refused
+# Refusals
 
 
 def test_a_union_provides_what_all_of_its_parts_do_and_an_intersection_what_any_does() -> None:

@@ -1,4 +1,4 @@
-"""EveryModule: the global module hooks, for the model and for what is outside it."""
+"""EveryModule: the global module hooks, inside and outside the model."""
 
 import gc
 from typing import Any

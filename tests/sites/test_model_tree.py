@@ -54,7 +54,7 @@ def _sites(model: nn.Module, example: object, at: Selector) -> list[str]:
     return sorted(tree(model, example, at).sites)
 
 
-# What it prints
+# Printed text
 
 
 def test_the_margin_marks_selected_sites_and_parameters_are_listed_under_their_module() -> None:
@@ -172,7 +172,7 @@ def test_a_table_of_a_real_model_is_aligned_and_fits_into_120_columns(
     assert sum(row.num_params for row in seen.rows if not row.again) == seen.num_params
 
 
-# What it marks: the same as an attachment hooks
+# Marks: the places that an attachment hooks
 
 IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
 
@@ -206,7 +206,7 @@ def test_an_exception_that_the_model_catches_does_not_hide_later_calls() -> None
 
 
 def test_shapes_are_shown_for_gradients_that_enter_a_node_not_for_those_that_leave() -> None:
-    # What leaves is summed to the shape of its source only afterwards.
+    # A gradient that leaves is summed to the shape of its source only afterwards.
     entering = tree(small(), X, gs.Nodes("Relu")).site_lines
     leaving = tree(small(), X, gs.Nodes("Relu", side="leave")).site_lines
     assert [str(mark.tensor) for mark in entering] == ["8x5"]
@@ -228,7 +228,7 @@ def test_predicates_see_the_modules_of_the_model_itself() -> None:
     assert seen == [model.act]
 
 
-# What it takes
+# Arguments
 
 
 class Two(nn.Module):
@@ -276,7 +276,7 @@ class Writes(nn.Linear):
     [
         (
             Made(lambda self, x: Answer(self.linear(x)), linear=nn.Linear(6, 2)),
-            "no autograd node can be told: none leads to Answer",
+            "no autograd node is known: none leads to Answer",
         ),
         (
             Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=small()),

@@ -14,7 +14,7 @@ from gradsurg.torch_internals import autograd
 from tests.nets import COMPILES_LAYERS, attached, backward, small
 from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point, recomputed
 
-# What is seen and what comes out
+# Sites and results
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_module_that_calls_itself_is_not_mistaken_for_an_interrupted_one() -> 
 
 
 def test_nodes_made_in_another_thread_do_not_belong_to_the_model() -> None:
-    # Numbers are counted per thread: those of the input are among the model's own.
+    # Numbers are counted per thread: the input's numbers are among the model's own.
     given: list[Tensor] = []
 
     def work(until: int) -> None:

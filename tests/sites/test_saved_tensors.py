@@ -1,4 +1,4 @@
-"""SavedTensors: backward computes with what the transform makes of what the forward has saved."""
+"""SavedTensors: backward computes with the transformed tensors of the forward."""
 
 import gc
 import math
@@ -291,7 +291,7 @@ def _shapes(at: gs.SavedTensors, model: nn.Module, call: Callable[[Tensor], Tens
         lambda param: param.requires_grad_(False),
         lambda param: param.detach().clone().requires_grad_(),
         lambda param: param.detach().clone(),
-        lambda param: param * 1.5,  # as fast weights, and those of a hyper-network
+        lambda param: param * 1.5,  # fast weights, and weights of a hyper-network
     ],
     ids=["own", "frozen", "leaf", "frozen leaf", "computed"],
 )

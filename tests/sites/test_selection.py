@@ -73,7 +73,7 @@ def test_a_base_class_selects_its_subclasses() -> None:
     assert gs.Parameters(types=Mine).find(model) == ["0.weight", "0.bias"]
 
 
-# What is said if nothing is selected
+# The error if nothing is selected
 
 
 def _exported() -> nn.Module:

@@ -165,8 +165,8 @@ def test_a_grad_scaler_skips_by_itself_and_the_norm_is_unscaled() -> None:
             scaler.step(optimizer)
             scaler.update()
             assert all(map(torch.equal, weights(model), before)) is not moves
-        assert live.skipped_steps == {"skip_update": 1}  # that of the norm
-    assert scaler.get_scale() == 2.0**9  # that of the infinity
+        assert live.skipped_steps == {"skip_update": 1}  # the norm's
+    assert scaler.get_scale() == 2.0**9  # the infinity's
 
 
 def test_an_optimizer_that_steps_without_gradients_is_refused() -> None:

@@ -86,7 +86,7 @@ def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() ->
 
 
 def _tied() -> Made:
-    """One weight, read by an embedding and by the output, as in language models."""
+    """One weight, read by an embedding and by the output, like in language models."""
     torch.manual_seed(0)
     embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = embed.weight
@@ -171,7 +171,7 @@ def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> Non
     skipped = {entry.site: entry.skipped for entry in live.ledger if not entry.calls}
     assert "a constant to torch.func" in skipped["0.weight/use[0]"]
     with (
-        pytest.raises(LookupError, match="What torch.func was not given is a constant there"),
+        pytest.raises(LookupError, match="torch.func was not given are constants there"),
         attached(model, gs.Scale(10.0), gs.Uses("0.weight")),
     ):
         func.jacrev(model)(x)

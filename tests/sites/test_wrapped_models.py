@@ -1,4 +1,4 @@
-"""Compiled models: what acts is as in eager, and what comes too late is told with what to do."""
+"""Compiled models: hooks act the same as in eager, and a hook that comes too late warns."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -73,7 +73,7 @@ def test_sites_act_in_a_compiled_model_as_in_eager_or_are_reported(
         backward(model)
         model.zero_grad()
     late = called and compiling is _whole
-    # What is compiled in place runs in eager once there are hooks that it has not seen.
+    # A model compiled in place runs in eager once there are hooks that it has not seen.
     unseen = called and compiling is _in_place
     one_node = isinstance(at, gs.Nodes) and backend == "aot_eager" and compiling is not _last
     if one_node and not late and not unseen:
@@ -89,7 +89,7 @@ def test_sites_act_in_a_compiled_model_as_in_eager_or_are_reported(
         return
     # `Nodes` cannot know what is in a compiled part.
     hidden = isinstance(at, gs.Nodes) and compiling is _last and backend == "aot_eager"
-    # After a first call it runs without hooks on its modules, as a part of the model.
+    # After a first call the model runs without hooks on its modules, like a compiled part does.
     part = "root" if called else "last"
     told = pytest.warns(gs.SurgeryWarning, match=f"inside {part}: torch.compile has")
     with told if hidden else nullcontext(), attached(model, gs.Scale(10.0), at) as live:

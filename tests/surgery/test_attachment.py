@@ -1,4 +1,4 @@
-"""What the first forward shows: a selection that turns out to be empty, and one that does not."""
+"""The first forward shows whether a selection is empty."""
 
 import gc
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.nets import attached, backward, batch, grad_of, small
 
 
 class Turns(nn.Module):
-    """Two layers, of which it calls one, and how often it was told."""
+    """Two layers, of which it calls the chosen one, several times if asked."""
 
     def __init__(self) -> None:
         super().__init__()

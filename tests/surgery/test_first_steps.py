@@ -1,4 +1,4 @@
-"""What does not act, and a clock that stands still, are told in the first steps."""
+"""The first steps warn of interventions that do not act, and of a clock that stands still."""
 
 import warnings
 from collections.abc import Callable
@@ -140,7 +140,7 @@ def _lbfgs() -> None:
 
 
 def _perturbed() -> None:
-    """Each batch also has a backward pass at other weights, as in SAM."""
+    """Each batch also has a backward pass at other weights, like in SAM."""
     model, optimizer = trainee()
     with attached(model, gs.Scale(1.0), None, optimizer):
         for change in (0.01, -0.01) * 6:

@@ -57,7 +57,7 @@ def test_on_a_graph_that_is_there_hooks_are_set_and_removed_and_none_is_added() 
         assert not gradient().any()
 
 
-# What is kept
+# Kept state
 
 
 def test_set_keeps_the_state_of_the_transform() -> None:
@@ -238,7 +238,7 @@ def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
     assert num_hooks(model, optimizer, other) == 0
 
 
-# What is refused
+# Refusals
 
 
 def _set(label: str, **fields: Any) -> Callable[[gs.Live], object]:

@@ -120,7 +120,7 @@ def test_before_step_acts_on_gradients_that_are_not_scaled_anymore(enabled: bool
 
 
 class Doubled(SGD):
-    """Calls the step that it extends, as DeMo and MuonClip of pytorch_optimizer do."""
+    """Calls the step that it extends, like DeMo and MuonClip of pytorch_optimizer."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

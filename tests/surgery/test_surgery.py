@@ -258,7 +258,7 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_at_stage_step() ->
         _scaled_step(model, optimizer, scaler)
 
 
-# What the live surgery tells
+# Context and names in the live surgery
 
 
 def test_a_transform_is_told_its_site_the_step_and_the_call() -> None:

@@ -38,7 +38,7 @@ from gradsurg.tasks.diabetes import Diabetes, load_diabetes
 from gradsurg.tasks.digits import Digits, load_digits
 from tests import papers
 
-MORE_TARGETS = {"split_digits": 1, "noisy_quadratics": 2}  # columns, beside those of the outputs
+MORE_TARGETS = {"split_digits": 1, "noisy_quadratics": 2}  # columns, beside the outputs' own
 OTHERS = {
     "permuted_stream": {"num_tasks": 5, "num_train": 2000, "per_class": 5, "memory_batch": 64}
 }

@@ -208,7 +208,7 @@ def test_so_many_examples_are_chosen_by_the_seed(tmp_path):
 
 
 class Trap:
-    """What a pickle must not make."""
+    """An object that a pickle must not make."""
 
     sprung = False
 
@@ -221,7 +221,7 @@ def _spring() -> None:
 
 
 def old_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """What Python 2 wrote: {"data": an array, "labels": a list}, in protocol 2."""
+    """A pickle of Python 2: {"data": an array, "labels": a list}, in protocol 2."""
 
     def string(text: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(text)) + text

@@ -1,4 +1,4 @@
-"""What gradsurg relies on in PyTorch without it being exported."""
+"""Private behaviour of PyTorch on which gradsurg relies."""
 
 import pytest
 import torch

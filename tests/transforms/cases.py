@@ -132,7 +132,7 @@ ROWS = (
     Row("tgr", [1.0, 3.0, 3.0, NAN, -1.0], [2.0, 6.0, 6.0, NAN, -2.0], {"factor": 2.0}),
     Row("tgr", [1.0, 3.0, 3.0, -1.0], [2.0, 0.0, 6.0, 0.0], {"factor": 2.0}),
     Row("straight_through", [5.0, 5.0, 0.0], [2.0, -2.0, 3.0], other=[2.0, -2.0, 3.0]),
-    # The norms of the examples are 5 and 10, those of the entering gradients 13 and 0.
+    # The norms of the examples are 5 and 10, the norms of the entering gradients 13 and 0.
     Row(
         "straight_through",
         [[3.0, 4.0], [6.0, 8.0]],

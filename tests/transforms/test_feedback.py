@@ -210,7 +210,7 @@ def test_feedback_weights_act_at_the_input_of_a_product(at: Selector) -> None:
 def test_feedback_weights_refuse_gradients_of_different_batch_sizes() -> None:
     context = TransformContext("a", entering=(torch.ones(2, 3),))
     with pytest.raises(
-        ValueError, match=r"at the site 'a' the gradient, of shape \[4, 5\], and that of"
+        ValueError, match=r"at the site 'a' the gradient, of shape \[4, 5\], and the node"
     ):
         gs.FeedbackWeights().apply(torch.ones(4, 5), context)
 

@@ -36,7 +36,7 @@ def terms(rule: str, x: list[float], weight: list[float], bias: float) -> tuple[
 
 
 def by_hand(rule: str, x: Tensor, layer: nn.Linear, relevance: Tensor) -> Tensor:
-    """Return the relevance of the inputs (n, in), given that of the outputs (n, out)."""
+    """Return the relevance of the inputs (n, in), given the relevance of the outputs (n, out)."""
     result = torch.zeros_like(x)
     for example, numbers in enumerate(x.tolist()):
         for unit, (weight, bias) in enumerate(

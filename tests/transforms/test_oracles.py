@@ -548,7 +548,7 @@ def test_a_graft_has_the_state_of_both_its_transforms() -> None:
 def test_a_softplus_window_and_a_straight_through_give_the_gradient_of_the_softplus_network() -> (
     None
 ):
-    """Of a network with one hidden layer, whose inner values are those of the ReLU network."""
+    """Of a network with one hidden layer, with the inner values of the ReLU network."""
     torch.manual_seed(0)
     first, last = torch.nn.Linear(6, 50).double(), torch.nn.Linear(50, 1).double()
     given = random(9, 6).double().requires_grad_()

@@ -195,7 +195,7 @@ def test_the_batch_may_be_nested_and_of_integers(args: Any, kwargs: Any) -> None
     assert _same(when.judged, [torch.arange(3)])
 
 
-# What is not there
+# Missing sources
 
 
 def test_an_unknown_module_is_refused_with_the_nearest_name() -> None:
@@ -285,7 +285,7 @@ def test_source_batch_is_allowed_for_a_group() -> None:
     assert fired == [False, True]
 
 
-# What is kept
+# Kept observations
 
 
 def test_observations_are_dropped_on_detach() -> None:

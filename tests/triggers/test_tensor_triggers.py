@@ -204,7 +204,7 @@ def test_device_decisions_do_not_synchronize(when: gs.Trigger, at) -> None:
             optimizer.step()
         assert live.ledger.table()
     assert all(param.grad is not None for param in model.parameters())
-    # What cannot be told is not told as something that never happened.
+    # An unknown event is not reported as an event that never happened.
     assert all((entry.calls, entry.all_fired) == (2, 2) for entry in live.ledger)
 
 

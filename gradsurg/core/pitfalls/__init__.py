@@ -116,7 +116,7 @@ def cell(kind: object, context: str, stage: str = "") -> Cell:
 def refusal(
     kind: object, context: str, site: str = "", stage: str = "", **found: object
 ) -> Exception:
-    """Return the error of a kind that is refused in a context, with the site and the way out.
+    """Return the error of a kind that is refused in a context, with the site and a suggestion.
 
     `found` fills the names in braces of the text.
     """
@@ -125,9 +125,9 @@ def refusal(
 
 
 def outcomes(at: Selected) -> str:
-    """Return a text of what a selector does in each context, with reasons and ways out.
+    """Return the outcomes of a selector in each context, with reasons and suggestions.
 
-    The contexts are those of the table in the README of the sites: `print(outcomes(gs.Outputs()))`.
+    The README of the sites has a table of the contexts: `print(outcomes(gs.Outputs()))`.
     """
     parts = []
     for kind in at.leaves:

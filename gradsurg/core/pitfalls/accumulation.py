@@ -14,7 +14,7 @@ class PartsOfASum(Pitfall):
     """A hook of a parameter gets the gradient of each backward pass alone.
 
     Unless a function is linear, its results for the parts do not add up to that for the sum. A hook
-    after accumulation gets the parameter, with the sum of all passes so far in `.grad`: if it
+    after accumulation gets the parameter, with the sum of all passes so far in `.grad`. If it
     writes to `.grad`, the next pass adds to the result.
 
     >>> weight = torch.ones(1, requires_grad=True)

@@ -7,7 +7,7 @@ class FunctionalGradients(Pitfall):
     """`torch.autograd.grad` leaves `.grad` as it is, and calls no hook after accumulation.
 
     A mode that sees its calls holds in the thread that has entered it. Under `vmap`, which
-    `is_grads_batched` uses, a hook is called once for all gradients: it sees the shape of one of
+    `is_grads_batched` uses, a hook is called once for all gradients. It sees the shape of one of
     them, and a state that is updated once would belong to none.
 
     >>> x = torch.ones(3, requires_grad=True)

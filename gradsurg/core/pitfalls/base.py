@@ -25,10 +25,10 @@ Operation = Any
 
 
 class Cell(NamedTuple):
-    """What kinds of site do in a context where they do not simply act.
+    """The outcome for kinds of site in a context where they do not simply act.
 
     `kinds` are names, each alone or as `kind.mode`, or "*" for all. `text` completes
-    "<kind>: <text>" with the reason and the way out; names in braces are filled in.
+    "<kind>: <text>" with the reason and the suggestion; names in braces are filled in.
     """
 
     context: str
@@ -55,14 +55,14 @@ class Cell(NamedTuple):
 
 
 class AttachmentLike(Protocol):
-    """An `Attachment`, as a pitfall sees it; its `steps` are `OptimizerSteps`.
+    """The part of an `Attachment` that pitfalls use; its `steps` are `OptimizerSteps`.
 
     `first_step` is the step at which it was attached. `is_compiled` says that the compiled form of
     the model was, `scaler` is the GradScaler that was given to `attach`. `params_of` a model, with
     their names and owners, are read once for all that attach or close. `at_first_steps` are called
     when the first steps have ended. `enter_unmet` enters into the ledger the names at which no site
-    was met, `tell` lets the pitfalls know of a moment, `warn_unknown_scaler` lets the aggregators
-    warn of a scaler that was found, and `warn_once` warns at once, and once for each `key`.
+    was met. `tell` lets the pitfalls know of a moment. `warn_unknown_scaler` lets the aggregators
+    warn of a scaler that was found. `warn_once` warns at once, and once for each `key`.
     """
 
     clock: Clock
@@ -96,9 +96,9 @@ class Pitfall:
 
     A pitfall may listen at moments of a surgery: it overrides their methods, and others are not
     entered. Its object is made for one attachment of which a kind is in its cells, and none in
-    `shadow` without effects. Texts that a method returns are told at once, each once. `stack`
-    takes the removals of hooks; it is closed with the surgery, also if that is dropped. `done` are
-    the moments at which it need not listen any more.
+    `shadow` without effects. Texts that a method returns are emitted as warnings at once, each
+    once. `stack` takes the removals of hooks; it is closed with the surgery, also if that is
+    dropped. `done` are the moments at which it need not listen any more.
     """
 
     cells: ClassVar[tuple[Cell, ...]] = ()

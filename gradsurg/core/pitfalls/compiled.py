@@ -13,10 +13,10 @@ _AS_ONE_NODE = "what is compiled runs as one node. Use Outputs there."
 class OtherCode(Pitfall):
     """Compiled, exported and scripted code replaces the calls of modules and the nodes of a graph.
 
-    Compiled code is one node. It does not look for hooks that a module had not when it was compiled
-    (`skip_nnmodule_hook_guards`); a module that had one breaks the compiled graph, and a module
+    Compiled code is one node. It ignores hooks registered after the compilation
+    (`skip_nnmodule_hook_guards`). A module that had one breaks the compiled graph, and a module
     list or `nn.Sequential` that holds one runs uncompiled. An exported model calls none of its
-    modules, a scripted one calls them without hooks.
+    modules. A scripted one calls them without hooks.
 
     >>> model, x = nn.Sequential(nn.Linear(1, 1)), torch.ones(1, 1)
     >>> other = [torch.compile(model, backend="aot_eager"), torch.jit.script(model)]

@@ -12,7 +12,7 @@ class OneCommunicationHook(Pitfall):
 
     It averages a whole bucket in one way. In the middle of a backward pass some buckets were
     averaged already. With `static_graph=True` a bucket waits for as many gradients as its
-    parameters had in the first backward pass; those of a pass for one task are fewer.
+    parameters had in the first backward pass. A pass for one task has fewer.
 
     >>> model = DistributedDataParallel(nn.Linear(1, 1))
     >>> model.register_comm_hook(None, allreduce_hook)

@@ -9,7 +9,7 @@ class FullBackwardHooks(Pitfall):
     It finds arguments and outputs that are tensors, and tuples of outputs; for tensors in other
     containers it is not called. It makes inputs and outputs views, which PyTorch protects from
     writes in place. torch.func cannot transform the function. A module has either full hooks or
-    those of the deprecated `register_backward_hook`.
+    hooks of the deprecated `register_backward_hook`.
 
     >>> layer, x = nn.Identity(), torch.ones(1, requires_grad=True)
     >>> handle = layer.register_full_backward_hook(lambda *_: print("called"))

@@ -14,7 +14,7 @@ from gradsurg.torch_internals import autograd
 
 
 class LossScale(Pitfall):
-    """With a GradScaler all hooks but those of the step get gradients times the loss scale.
+    """With a GradScaler all hooks get gradients times the loss scale, except hooks of the step.
 
     A GradScaler leaves no mark on the model: its calls show it.
 

@@ -13,7 +13,7 @@ from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Pitfall
 from gradsurg.torch_internals import autograd
 from gradsurg.triggers.epochs import Epochs
 
-ENOUGH = 2  # steps after which it is told what has not acted
+ENOUGH = 2  # steps after which interventions that have not acted are reported
 WATCHED = 8  # parameters, spread over the model
 ENTRIES = 64  # of each, by which it is seen that its value has changed
 
@@ -23,7 +23,7 @@ class StepHooks(Pitfall):
 
     Wrappers of an optimizer may have a `step` of their own, and the training loop counts epochs.
     LBFGS computes many gradients in a step, and curvature from the differences of its weights. The
-    step of each of several optimizers ends before that of the next begins.
+    step of each of several optimizers ends before the next one begins.
 
     Steps that are not counted are seen by a few parameters that have changed twice between backward
     passes.
@@ -130,8 +130,8 @@ class StepHooks(Pitfall):
         seen.version, seen.changes = version, seen.changes + 1
         if seen.changes % (ENOUGH if clock else 1):
             return
-        # A version alone may change without a step, as by weights that are noisy in each forward,
-        # and a single value, as of a table that is normalized in each forward.
+        # A version alone may change without a step, for example by weights that are noisy in each
+        # forward, and a single value, for example in a table that is normalized in each forward.
         now = _entries(param).to(seen.entries)  # the model may have moved since
         has_changed = param.is_meta or not torch.allclose(seen.entries, now)
         (self._changed.add if has_changed else self._changed.discard)(key)

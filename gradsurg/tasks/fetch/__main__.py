@@ -29,7 +29,8 @@ TEXT_PARTS = (
 def main(words: Sequence[str] | None = None) -> int:
     """Put data sets into the user's cache folder and return the exit code.
 
-    0: all of them are there, 1: one could not be fetched, 2: the command line is wrong.
+    It is 0 if all of them are there, 1 if one could not be fetched and 2 if the command line is
+    wrong.
     """
     names = list(dict.fromkeys(parser().parse_args(words).names))
     if unknown := [name for name in names if name not in DATA_SETS]:
