@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import cycle
 from statistics import median
 from time import process_time
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Transform
 
 Result = TypeVar("Result")
+BATCHES = 16
 
 
 def in_turns(
@@ -59,12 +61,19 @@ def beginning(names: Iterable[str], only: Sequence[str]) -> list[str]:
     return [name for name in names if name.startswith(tuple(only))]
 
 
+def _like(batch: Tensor) -> Tensor:
+    """Return another batch: random numbers, or the same tokens in another order."""
+    is_float = batch.is_floating_point()
+    return torch.randn_like(batch) if is_float else batch[torch.randperm(len(batch))]
+
+
 class Arm:
     """One way of training a model; all arms begin with the same weights."""
 
     def __init__(self, make: Callable[[], tuple[nn.Module, Tensor]], stack: ExitStack) -> None:
         torch.manual_seed(0)
         self.model, self.inputs = make()
+        self._batches = cycle([self.inputs, *(_like(self.inputs) for _ in range(BATCHES - 1))])
         self.call: Callable[..., Any] = self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.before_step: Callable[[], object] = lambda: None
@@ -80,6 +89,8 @@ class Arm:
         return self.call(self.inputs).square().mean()
 
     def step(self) -> None:
+        """Train on the next of a few batches."""
+        self.inputs = next(self._batches)
         self.optimizer.zero_grad()
         self.loss().backward()
         self.before_step()
