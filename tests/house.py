@@ -18,14 +18,14 @@ NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 7960),
+    "core": (("core", "effects", "torch_internals"), 7981),
     "sites": (("sites",), 6299 + NEW),
     "transforms": (("transforms",), 4148 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
-    "multitask per_example": (("multitask", "per_example"), 4248),
+    "multitask per_example": (("multitask", "per_example"), 4244),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7988),
-    "report": (("report",), 5685),
+    "report": (("report",), 5680),
     "stats": (("stats.py",), 603),
     "reproduce": (("reproduce",), 1945),
     "script": (("script",), 2317),
@@ -36,7 +36,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2644, 53_510 + NEW
+REST, TESTS = 2647, 53_510 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
@@ -55,7 +55,8 @@ def lines_below(*places: Path) -> int:
     """The lines of the Python files and page files in files and folders, outside of `conf/`."""
     kinds = (".py", ".js", ".css", ".html", ".j2", ".jinja")
     files = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place])]
-    counted = [file for file in files if file.suffix in kinds and "conf" not in file.parts]
+    left_out = {"conf", "__pycache__"}  # the latter may hold scripts of pages that were made
+    counted = [file for file in files if file.suffix in kinds and left_out.isdisjoint(file.parts)]
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in counted)
 
 
