@@ -64,9 +64,10 @@ class Attachment:
     ) -> None:
         self._model: ref[nn.Module] | None = ref(model)  # None once the surgery is detached
         self.effects, self.clock = effects, clock or Clock()
-        # Keys: `<label of a link>/<site>`; `<label of a link>/group` for a group transform; for a
-        # trigger `<label of the operation>/<site>/when`. The surgery has the same dict, which is
-        # therefore changed in place only.
+        # A link is one transform of a `Chain`, or the only transform. Keys: `<label of link>/<site>`;
+        # `<label of link>/group` for a group transform; `<label of operation>/<site>/when` for a
+        # trigger; `<label>/<name>` for what a kind or an aggregator keeps. The surgery has the same
+        # dict, which is therefore changed in place only.
         self.states = {} if states is None else states
         self.seed, self.conflict_every, self.scaler = seed, conflict_every, scaler
         self.rank, self.processes = rank, processes
@@ -80,11 +81,11 @@ class Attachment:
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
         self.removed_notes: list[str] = []  # the notes of interventions that were removed
         # The pitfalls that were made for this attachment, and, by moment (the name of a method of
-        # `Pitfall`), their methods that `tell` calls. Any: each has other arguments.
+        # `Pitfall`), their methods, for `tell`. Any: each has other arguments.
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
         self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}
         self.before_tick: list[Callable[[], None]] = []  # called before a step is counted
-        # Called once by the pitfall `StepHooks`, after the first steps.
+        # Called by the pitfall `StepHooks` after the first steps.
         self.at_first_steps: list[Callable[[], None]] = []
         self.forward_check = ExitStack()  # the removal of the hook of `expectations.check_places`
         self.door = AttachmentDoor(self)  # for the kinds of site
@@ -187,7 +188,7 @@ class Attachment:
         ]
 
     def add(self, *interventions: Intervention) -> None:
-        """Attach interventions, all or none of the transforms; aggregators at the beginning alone.
+        """Attach interventions: those with transforms all or none, aggregators only at the start.
 
         After an error aggregators stay entered: `Surgery.start` then closes the whole attachment.
         Raises LookupError, listing the names, if a selector picks nothing. If places are known in a
@@ -209,7 +210,7 @@ class Attachment:
             operations.append(operation := Operation(self, intervention, labels[-1]))
             if intervention.changed_tensors != "gradients":
                 self.effects.others[operation.label] = intervention.changed_tensors
-        # `ForTask` needs a backward for each task: graphs compiled from now on must allow several.
+        # `ForTask` needs a backward pass for each task: graphs compiled from now on must allow it.
         if any(each.named_tasks for each in operations):
             self.multi_task.keep_buffers()
         before = self.operations
@@ -240,7 +241,7 @@ class Attachment:
             # States of triggers have the label of the operation, those of links their own.
             if key.partition("/")[0] in (operation.label, *operation.labels):
                 del self.states[key]
-        for entry in self.ledger.of(operation.label):
+        for entry in self.ledger.of(operation.label):  # `forget` keeps those that saw a gradient
             self.ledger.forget(operation.label, entry.site)
         self._drop_observations(operation.trigger)
 
@@ -270,12 +271,15 @@ class Attachment:
     def bind(
         self, optimizer: Optimizer | Sequence[Optimizer], clock: Optimizer | None = None
     ) -> None:
-        """Use these optimizers from now on, in the place of earlier ones; states are kept."""
+        """Use these optimizers from now on, in the place of earlier ones; states are kept.
+
+        `clock` is the one whose steps are counted, by default the first.
+        """
         # Weakly: the hooks of an optimizer, which may outlive the surgery, hold the function.
         self.steps.bind(optimizer, clock, WeakMethod(self.tick))
         at_step = [each for each in self.operations if each.stage == "step"]
         for each in self.operations:
-            # As at attach: `sites.grads` raises for a parameter that no optimizer holds.
+            # While it is new, a parameter that no optimizer holds raises an error, as at attach.
             each.is_new = each in at_step
             each.invalidate()  # checks were made with other optimizers
         try:  # the earlier optimizers are let go already: after an error there is none
@@ -296,7 +300,10 @@ class Attachment:
         clock = self.clock
         clock.step += 1
         clock.backwards = 0
-        clock.error, clock.batch = None, {}
+        clock.error, clock.batch = (
+            None,
+            {},
+        )  # the gradient of the output, and the batch, of the step
         self.effects.begin(clock.step)
         self.tell("step_ended")
         # A function that was called above may have closed the surgery, and with it the operations.
@@ -387,7 +394,7 @@ class Attachment:
                         operation.observe(model)
             self.operations = operations
             self.door.watch(things)
-        # Last: `renew` puts its hooks around all that are registered so far, first and last.
+        # Last: the hooks that number calls must begin before all others and end after them.
         if self.door.shared.threads:
             self.door.shared.renew()
         expectations.check_places(self)

@@ -28,9 +28,9 @@ class AttachmentDoor:
 
     Terms: a place (`Place`) is a spot where a gradient passes, a site is the string that names it,
     and a thing is its module or parameter. Names are near if a selector may pick places there. A
-    place is picked if an operation acts there. It is met once the operation has found it, with a
-    `SiteHook` or with a reason why no gradient comes, and placed once a kind was given its hook to
-    register.
+    place is picked if an operation acts there. It is met once the operation has a `SiteHook` for
+    it, or a reason why no gradient comes. `meet` does so, and marks the site as placed when it
+    returns the hook, which the kind then registers.
 
     PyTorch gets one hook at a place, a `Joint`, which calls the `SiteHook` of each intervention in
     order. PyTorch's hooks hold this object, and it holds the attachment.
@@ -43,12 +43,13 @@ class AttachmentDoor:
         self.shared = Shared(attachment.model)  # the numbers of the calls of modules
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         self._stacks: dict[Kind, ExitStack] = {}  # the removals of the hooks of each kind
-        self.stack = ExitStack()  # the entry of `_stacks` for the kind whose `watch` runs now
-        # The caches of `meet` and `picking_at`, emptied whenever the interventions change.
+        # The entry of `_stacks` for the kind whose `watch` runs; it is used in `watch` alone.
+        self.stack = ExitStack()
+        # The caches of `meet` and `picking_at`, emptied when interventions or optimizers change.
         self._joints: dict[Place, Joint] = {}
         self._picking: dict[Place, list[Operation]] = {}
         # Two threads may meet a place for the first time: a site gets one `SiteHook` only. A second
-        # `Joint` does no harm, so the caches are not read again inside the lock.
+        # `Joint` or call of `fits` does no harm, so the caches are not read again inside the lock.
         self._lock = RLock()
 
     # For the attachment.
@@ -114,10 +115,11 @@ class AttachmentDoor:
         if value is not None and not value.requires_grad:
             self.note_no_gradient(place, NO_GRADIENT)
             return None  # the joint stays cached: the next call may have a gradient
-        # The functions that act on this very tensor already, under the site id of another place.
+        # The functions that act on this very tensor already, perhaps under the site id of another
+        # place: PyTorch has those of a tensor's own hooks, a kind knows others.
         table = module_hooks.hooks_of(value) if own and value is not None else {}
-        if acting := table.values() or acted:
-            joint = self._without(acting, joint)
+        if functions := table.values() or acted:
+            joint = self._without(functions, joint)
         return None if joint is None else joint.mark_placed()
 
     def meet_shared(self, places: Sequence[Place]) -> Joint | None:
@@ -151,7 +153,8 @@ class AttachmentDoor:
         if attachment.effects.every or attachment.shadow or attachment.aggregators:
             return hooks
         # A container may return the tensor of a child: one place, at which one hook must act. In
-        # eager code PyTorch's table of a tensor's hooks shows it; Dynamo does not trace that.
+        # eager code PyTorch's table of a tensor's hooks shows it; Dynamo does not trace that, and
+        # which child it is cannot be known: so no module of the kind is hooked in the graph.
         holds_others = any(next(named.owners[0].children(), None) is not None for named in found)
         if holds_others or any(why_it_breaks(each.intervention) for each in operations):
             return hooks
@@ -168,7 +171,7 @@ class AttachmentDoor:
 
     def search_again(self, kind: Kind) -> Sequence[Named]:
         """Return the things of a kind as the model is now: see `Door.search_again`."""
-        # An operation searches all its kinds at once, so the things of its other leaves count too.
+        # An operation searches all its kinds at once, so things of its other selectors count, too.
         kinds = dict.fromkeys(each for operation in self._at(kind) for each in operation.kinds)
         things = {each: each.things(self.model) for each in kinds}
         near = set[tuple[Kind, str]]()
@@ -219,20 +222,21 @@ class AttachmentDoor:
         """The interventions at a kind of site."""
         return [each for each in self._attachment.operations if kind in each.kinds]
 
-    def _without(self, acted: Iterable[Callable[..., object]], joint: Joint) -> Joint | None:
+    def _without(self, functions: Iterable[Callable[..., object]], joint: Joint) -> Joint | None:
         """The hooks that do not act on a tensor yet; None if all do.
 
-        `acted` are the functions that PyTorch calls for this tensor. The ledger gets the site ids
+        `functions` are those that act on this tensor. The ledger gets the site ids
         of hooks that are left out as other names of one place. A tensor that was changed in place
         is not such a case: PyTorch has dropped its hooks, as its gradient is another one.
         """
-        # Ours have `hooks`, set by `in_order`, inside a `partial` if a value was bound to them.
-        plain = (getattr(function, "func", function) for function in acted)
+        # Ours have `hooks`, set by `in_order`, inside the `partial` of `sites.tensors.with_value`.
+        plain = (getattr(function, "func", function) for function in functions)
         acting = {hook.operation: hook for own in plain for hook in getattr(own, "hooks", ())}
         for hook in joint.hooks:
             first = acting.get(hook.operation, hook)
             if first is not hook:
                 entry, alias = first.entry, hook.entry.site
+                # `enter` sets `skipped` anew, so it is handed on.
                 self._ledger.enter(entry.intervention, entry.site, [alias], entry.skipped)
         left = [hook for hook in joint.hooks if hook.operation not in acting]
         return joint if len(left) == len(joint.hooks) else Joint(left) if left else None

@@ -31,8 +31,10 @@ Fires = Sequence[bool | Tensor]
 class ListHook:
     """One intervention over a list of places, whose gradients a kind of site has all at once.
 
-    A kind sees it as `gradsurg.sites.places.PlacesHook`. It sets `values` and `gradients`, which
-    stay empty at sites that have no value, or no gradient besides the tensor that is transformed.
+    A kind sees it as `gradsurg.sites.places.PlacesHook`. `sites/grads.py` calls it for a group
+    transform, and the functions `calls` for others; at `step` it tries `factors` first. A kind sets
+    `values` and `gradients`, which stay empty at sites that have no value, or no gradient besides
+    the tensor that is transformed.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class ListHook:
         self.hooks = [operation.hook_at(place) for place in places]
         self.values: Sequence[ReadTensor] = ()
         self.gradients: Sequence[ReadTensor] = ()
-        self._is_checked = False  # whether a group has passed all checks
-        # By label of a link whose state is of the whole group: the sites that it was made for. Kept
+        self._is_checked = False  # whether the first gradients of a group were checked
+        # Two tables about `GroupTransform.members`, where its meanings are explained. The first, by
+        # label of a link whose state is of the whole group: the sites that it was made for. Kept
         # by the operation, as a list is met anew after each change of the interventions.
         self._members = operation.members.setdefault(sites, {})
-        # By label of a link whose state has an entry for each member: these states as they were
+        # The second, by label of a link whose state has an entry for each member: these states, by
+        # member, as they were
         # stored last, and the same joined, which saves joining them again in the next step.
         self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
 
@@ -81,13 +85,13 @@ class ListHook:
         pairs = zip(self.hooks, grads, strict=True)
         given = [(hook, grad) for hook, grad in pairs if grad is not None]
         present = [grad for _, grad in given]
-        if any(grad.layout is not torch.strided for grad in present):
-            return None
+        if any(grad.layout is not torch.strided or grad.is_complex() for grad in present):
+            return None  # to be checked, and perhaps refused
         for hook, grad in given:
             hook.entry.fired += 1
             if hook.checked_configuration is UNCHECKED:
                 operation.attachment.tell("first_gradient", hook)
-                hook.checked_configuration = configuration  # a product needs no check
+                hook.checked_configuration = configuration  # a product needs no other check
             hook.begin_call(0, grad)
         contexts = [hook.contexts[0] for hook, _ in given]
         factors = iter(transform.factors(present, contexts)) if present else iter(())
@@ -146,7 +150,7 @@ class ListHook:
         )
         # Results are computed one by one, so that only one is held besides the gradients. Those of
         # a user are all computed first, so that a wrong one is found before a gradient is written.
-        # So are all results if autocast has to be off while they are computed: in the block below.
+        # So are all under autocast: a generator would run after the block below has ended.
         is_whole = autograd.any_autocast() or not all(link.is_trusted for link in operation.links)
         with without_autocast(present[0].device.type):
             results, skips = self._stream(rows, present)
@@ -249,7 +253,7 @@ class ListHook:
             ):
                 kept.append(new if not isinstance(fired, Tensor) else link.chosen(new, old, fired))
                 states[hook.keys[index]] = kept[-1]
-            states.pop(key, None)
+            states.pop(key, None)  # a loaded joint state, which is now kept by site
             self._entries[link.label] = kept, state
         elif state:
             if transform.members == "fixed":
@@ -303,8 +307,8 @@ class ListHook:
                 if operation.sampling:
                     rows.effects.add(hook.slots[index], grad, result)
                 yield result
-                # The list is also that of the transform, which has read this gradient: with the
-                # result in its place, the gradient can be freed before the next one is computed.
+                # `grads` is the very list that the transform's generator reads: with the result in
+                # its place, the gradient can be freed before the next one is computed.
                 grads[place] = result
                 del grad
         finally:

@@ -19,7 +19,7 @@ from gradsurg.core.checks import (
 from gradsurg.sites.places import AVERAGED, Ask, SiteFn
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import TransformContext, TransformState, acts_on_values
-from gradsurg.transforms.layer_call import LayerCall
+from gradsurg.transforms.layer_calls import LayerCall
 from gradsurg.triggers.base import WHEN
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ NO_STEP = -1
 class SiteHook:
     """One intervention at one site.
 
-    Autograd calls `call` alone: it maps a gradient to the new one, or to None if it is unchanged.
-    Besides the gradient, a kind of site hands over those arguments that the `Operation` asks for.
+    Its one entry is `call`, or that of the `Joint` of which it is part: it maps a gradient to the
+    new one, or to None if it is unchanged. Besides the gradient, a kind of site hands over those
+    arguments that the `Operation` asks for.
 
     A configuration is an empty object, a new one after each `Operation.set`, compared by `is`. The
     first gradient that a site sees under it takes the slow path, `run_checked`, which checks the
@@ -65,7 +66,7 @@ class SiteHook:
         self.operation = operation
         self.entry = attachment.ledger.enter(operation.label, site, aliases)
         self.checked_configuration: object = UNCHECKED  # the one whose first result passed
-        # Whether the links were called, and drew from no global generator; `renew` sets it.
+        # False until a first call of all links has ended without a draw from a global generator.
         self.drew_nothing: bool
         # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
@@ -91,11 +92,11 @@ class SiteHook:
     def renew(self) -> None:
         """Take over the links of the operation, which were changed.
 
-        The fast path needs nothing but `apply` of a single trusted transform without state, unless
-        create_graph forbids it.
+        A single trusted transform without state needs nothing but its `apply`, which `in_order`
+        calls itself.
         """
         first, *others = self.operation.links
-        # Not one that is no differentiable function: `apply` looks for `create_graph` each time.
+        # Not a transform that refuses `create_graph`: `begin_call` must look for it each time.
         is_simple = first.is_trusted and not first.refuses_graph and not others
         # What the fast path needs, in a tuple, as it is unpacked for each gradient.
         self.fast_args = None
@@ -139,10 +140,13 @@ class SiteHook:
     ) -> Tensor | None:
         """Evaluate the trigger, apply all links and check each result in full."""
         operation = self.operation
-        if operation.is_idle:  # first: a closed operation is idle, and has no `attachment`
+        # First: `Operation.close` has made it idle and dropped its `attachment`, and the functions
+        # that joints and built graphs hold come here.
+        if operation.is_idle:
             return None
         attachment = operation.attachment  # a local: a user's transform may close the surgery
-        # `SharedParameters(engine="feature")` runs backward in two passes that meet at these nodes.
+        # The nodes at which the two passes of `SharedParameters(engine="feature")` meet: only one
+        # of the passes may act there.
         if operation.skipped_nodes and autograd.running_node() in operation.skipped_nodes:
             return None
         if operation.answer is False:  # it is True, False or None in a step; None: to be asked here
@@ -165,7 +169,7 @@ class SiteHook:
         check_dense(self, grad)  # before the transform
         # A backward pass may run under autocast; transforms compute in the gradient's precision.
         with without_autocast(grad.device.type):
-            # They are there if any hook of the joint asked: only a transform that did gets them.
+            # `entering` comes if any hook of the joint asked; only transforms that asked get it.
             given = entering if "entering" in operation.asks else ()
             result = self.run_links(
                 grad, value, on_device, full_check=True, entering=given, layer=layer
@@ -294,7 +298,7 @@ class SiteHook:
         return True
 
     def watched(self, link: "Facts", device: torch.device) -> AbstractContextManager[None]:
-        """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
+        """In a user's transform's first call, raise RuntimeError if it draws globally."""
         if link.is_trusted or self.drew_nothing:
             return nullcontext()
         return random_state.untouched(
@@ -333,7 +337,7 @@ class Joint:
             operation, entry = hook.operation, hook.entry
             if entry.site not in operation.placed:
                 operation.placed[entry.site] = None
-                # `Ledger.enter` has dropped it if it was an alias at first; here it acts itself.
+                # If the site was entered as another's alias, its entry was dropped: back with it.
                 operation.attachment.ledger.keep(entry)
             entry.skipped = ""
         return self
@@ -355,7 +359,7 @@ class Joint:
 
     @property
     def moment(self) -> object:
-        """What determines a result besides the gradient; None once a hook is closed."""
+        """What determines a result besides the gradient, by `==`; None once a hook is closed."""
         moments = [hook.operation.moment for hook in self.hooks]
         return None if None in moments else moments
 
@@ -387,7 +391,7 @@ def _with_values(sparse: Tensor, values: Tensor) -> Tensor:
 def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
     """Return the function that autograd calls for the hooks of one place, which act in order."""
     # A closure: autograd calls it in half the time of a method, and its cells are read faster than
-    # attributes. It runs for each gradient, so the fast path is written out and calls nothing else.
+    # attributes. It runs for each gradient, so the path of `fast_args` is written out in it.
     attachment = hooks[0].operation.attachment
     clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
     # The very list of the attachment, which shrinks: at last nothing is told.

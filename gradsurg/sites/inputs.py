@@ -34,7 +34,7 @@ from gradsurg.sites.tensors import (
 )
 from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import Need
-from gradsurg.transforms.layer_call import LayerCall
+from gradsurg.transforms.layer_calls import LayerCall
 
 NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
 

@@ -27,7 +27,7 @@ from gradsurg.plugins.registry import find
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope
-from gradsurg.transforms.layer_call import LayerCall
+from gradsurg.transforms.layer_calls import LayerCall
 
 if TYPE_CHECKING:
     from gradsurg.sites.calls import Leaves, Shared

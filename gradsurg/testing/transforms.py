@@ -33,7 +33,7 @@ from gradsurg.transforms.base import (
     TransformState,
     as_transform,
 )
-from gradsurg.transforms.layer_call import LayerCall
+from gradsurg.transforms.layer_calls import LayerCall
 
 Shape = tuple[int, ...]
 

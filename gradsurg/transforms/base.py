@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradsurg.plugins.reductions import scaled
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.layer_call import LayerCall
+from gradsurg.transforms.layer_calls import LayerCall
 
 TransformState = dict[str, Tensor]
 Scope = Literal["tensor", "group"]

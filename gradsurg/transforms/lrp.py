@@ -12,7 +12,7 @@ from torch.func import vjp
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
 from gradsurg.transforms.base import Need, Stateless, TransformContext, layer_of
-from gradsurg.transforms.layer_call import LayerCall
+from gradsurg.transforms.layer_calls import LayerCall
 
 Change = Callable[[Tensor], Tensor]
 

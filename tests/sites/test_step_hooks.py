@@ -469,14 +469,21 @@ def test_gradients_that_are_held_are_replaced_where_a_product_is_not_all(
             assert (after is grad) == (factor == 1.0)  # held here, it is never written to
 
 
-def test_a_sparse_gradient_that_comes_late_is_refused_by_name() -> None:
+def test_sparse_and_complex_gradients_that_come_late_are_refused_by_name() -> None:
     model = nn.Linear(2, 2, bias=False)
     optimizer = SGD(model.parameters(), lr=0.0)
     with attached(model, gs.ClipNorm(0.5), STEP, optimizer, effects_every=0):
-        for sparse in (False, True):
-            model.weight.grad = torch.ones(2, 2).to_sparse() if sparse else torch.ones(2, 2)
-            with pytest.raises(TypeError, match="weight") if sparse else nullcontext():
-                optimizer.step()
+        model.weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        model.weight.grad = torch.ones(2, 2).to_sparse()
+        with pytest.raises(TypeError, match="weight"):
+            optimizer.step()
+    bare = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
+    optimizer = SGD(bare.parameters(), lr=0.0)
+    with attached(bare, gs.ClipNorm(0.5), STEP, optimizer, effects_every=0):
+        bare["w"].grad = torch.ones(2, dtype=torch.complex64)
+        with pytest.raises(TypeError, match="w"):
+            optimizer.step()
 
 
 def test_of_two_surgeries_that_scale_in_place_one_warns() -> None:

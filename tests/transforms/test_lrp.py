@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import gradsurg as gs
-from gradsurg.transforms.layer_call import LayerCall
+from gradsurg.transforms.layer_calls import LayerCall
 
 EPSILON, GAMMA = 1e-6, 0.25
 LAYERS = gs.Inputs(types="re:Linear|Conv2d")
