@@ -213,6 +213,73 @@ def _logged(names: Names) -> None:
     assert "60.weight" not in places
 
 
+class _Heads(nn.Module):
+    """A shared first layer and two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 3) for _ in "ab"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[0](self.trunk(x).relu())
+
+
+@setup("migrate")
+def _of_each_library() -> Names:
+    """The names of the loops of the other libraries."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 8), torch.randint(3, (12,))
+    model = _Heads()
+    layers = nn.Conv2d(1, 4, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3, bias=False)
+    target = torch.zeros(2, 3)
+    target[:, 0] = 1
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),  # weights stay
+        "loss_fn": cross_entropy,
+        "x": x,
+        "y": y,
+        "net": nn.Sequential(*layers),
+        "image": torch.randn(2, 1, 8, 8, requires_grad=True),
+        "target": target,
+    }
+
+
+def _norm(names: Names) -> float:
+    grads = [p.grad for p in names["model"].parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(grads).item()
+
+
+@after("migrate", 1)
+def _the_joint_norm_is_clipped(names: Names) -> None:
+    assert abs(_norm(names) - 0.1) < 1e-4
+    model = names["model"]
+    model.zero_grad()
+    features = model.trunk(names["x"]).relu()
+    names["loss1"] = cross_entropy(model.heads[0](features), names["y"])
+    names["loss2"] = model.heads[1](features).square().mean()
+
+
+@after("migrate", 2)
+def _the_losses_are_aggregated(names: Names) -> None:
+    assert names["model"].trunk.weight.grad.any()
+    assert names["live"].conflicts.numbers()
+    names["model"].zero_grad()
+
+
+@after("migrate", 3)
+def _the_relevance_adds_up_to_the_output(names: Names) -> None:
+    total = names["relevance"].sum(dim=(1, 2, 3))
+    torch.testing.assert_close(total, names["output"][:, 0], rtol=1e-3, atol=1e-5)
+
+
+@after("migrate", 4)
+def _each_example_is_clipped(names: Names) -> None:
+    assert 0 < _norm(names) <= 0.1
+    (row,) = names["live"].examples.values()
+    assert row.numbers()["norm_median"] > 0.1
+
+
 @setup("nan")
 def _seeded() -> Names:
     torch.manual_seed(0)

@@ -67,14 +67,13 @@ def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
     assert own("--config-dir", "confs", "experiment=all", *SHORT).code == 0
 
 
-def test_the_rule_of_relevance_is_that_of_lrp() -> None:
+def test_the_transform_that_reads_the_value_is_weight_decay() -> None:
     names: dict[str, Any] = {}  # Any: what the page defines
     exec(blocks("python", PAGE)[1], names)
-    x, net = names["x"], names["net"]
-    x.grad = None
-    with gs.Surgery(gs.Intervention(gs.LRP("epsilon"), gs.Inputs(types="Linear"))).attach(net):
-        net(x).sum().backward()
-    torch.testing.assert_close(names["relevance"], x * x.grad)
+    model = nn.Linear(3, 2)
+    with gs.Surgery(gs.Intervention(names["Decay"](0.5), gs.Parameters())).attach(model):
+        model(torch.ones(1, 3)).sum().backward()
+    torch.testing.assert_close(model.weight.grad, 1 + 0.5 * model.weight.detach())
 
 
 def test_the_group_transform_trains() -> None:
