@@ -224,7 +224,8 @@ def test_all_questions_are_answered() -> None:
 def _in_two_processes(ranks: Ranks, folder: Path) -> list[float]:
     """Run the snippets of a page in turn, each with a new model; return a number of each."""
     results = []
-    for snippet in blocks("python", "docs/distributed.md"):
+    loop, buckets = blocks("python", "docs/distributed.md")
+    for snippet in (loop, buckets + loop):
         torch.manual_seed(0)
         net = nn.Linear(4, 3)
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(ranks.rank))
