@@ -7,13 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from tests.page_setups import CHECKS, SETUPS, plain
+from tests.page_setups import CHECKS, SETUPS, plain, train
 from tests.test_readme import ROOT
 
 FOLDER = ROOT / "docs/how"
 OTHERS = ("attnlrp", "trl", "fsdp2", "huggingface")  # see tests/test_how_to_models.py
 OTHERS += ("hydra_app", "script")  # see tests/test_how_to_hydra.py, tests/script/test_page.py
 PAGES = sorted({path.stem for path in FOLDER.glob("*.md")} - {*OTHERS, "index"})
+LOOP = re.compile(r"^( +)\.\.\. +# your training loop, unchanged$", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$\n*", re.DOTALL | re.MULTILINE)
 
 
@@ -35,10 +36,11 @@ def stripped(text: str) -> list[str]:
 
 def outcomes(stem: str) -> Iterator[str | None]:
     """Run the blocks of a page in one namespace, and yield after each the text that it shows."""
-    names = SETUPS.get(stem, plain)()
+    names = {"train": train} | SETUPS.get(stem, plain)()
     pairs = blocks(stem)
     assert pairs
     for number, (code, shown) in enumerate(pairs):
+        code = LOOP.sub(r"\1train(model, optimizer, loader, loss_fn)", code)
         exec(compile(code, f"{stem}.md, block {number}", "exec"), names)
         if check := CHECKS.get((stem, number)):
             check(names)

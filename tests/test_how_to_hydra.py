@@ -95,7 +95,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.syspath_prepend(str(folder / "src"))
         patch.chdir(folder)
         yield folder
-        for name in ("app", "digits", "train", "loop"):
+        for name in ("app", "digits", "train"):
             sys.modules.pop(name, None)
 
 
@@ -147,11 +147,16 @@ def test_the_loop_and_the_callback_with_own_code_train_as_the_app(
     digits = import_module("digits")
     model = digits.Classifier(0.1)
     batches = [*digits.loader(64)] * 2
-    loop = import_module("loop").train
-    table = loop(
-        *(config, model, model.configure_optimizers(), batches),
-        lambda model, batch: model.training_step(batch, 0),
+    (call,) = re.findall(
+        r"^`(gs\.from_config\(.*?\))` makes", PAGE.read_text("utf-8"), re.MULTILINE
     )
+    optimizer = model.configure_optimizers()
+    with eval(call, {"gs": gs, "config": config}).attach(model, optimizer) as live:
+        for batch in batches:
+            optimizer.zero_grad()
+            model.training_step(batch, 0).backward()
+            optimizer.step()
+    table = live.effects.table()
     assert torch.equal(weights_of(model), whole)
     assert capsys.readouterr().out.rstrip().endswith(table.rstrip())
 
