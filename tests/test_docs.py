@@ -59,7 +59,8 @@ def test_the_model_of_another_package_is_one_line(own: Here) -> None:
 
 
 def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
-    option, experiment = blocks("yaml", PAGE)
+    (option,) = blocks("yaml", PAGE)
+    experiment = blocks("yaml", "docs/reproduce.md")[0]
     for kind, name, text in (("transform", "soft", option), ("experiment", "all", experiment)):
         (folder / "confs" / kind).mkdir(parents=True)
         (folder / "confs" / kind / f"{name}.yaml").write_text(text, encoding="utf-8")
