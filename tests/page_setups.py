@@ -474,10 +474,7 @@ def _gpt2() -> Names:
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "eos_token_id": 0}
     config = GPT2Config(**sizes, bos_token_id=0, attn_implementation="eager")
-    return {
-        "model": GPT2LMHeadModel(config).eval(),
-        "tokens": torch.randint(50, (2, 8)),
-    }
+    return {"model": GPT2LMHeadModel(config).eval(), "tokens": torch.randint(50, (2, 8))}
 
 
 @after("huggingface", 0)

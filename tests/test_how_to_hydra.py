@@ -60,13 +60,14 @@ def loader(batch_size):
 import hydra
 import lightning
 from hydra.utils import instantiate
-from train import train
 
 
 def run(config):
     lightning.seed_everything(config.seed)
-    model = instantiate(config.model)
-    train(config, model, instantiate(config.data))
+    model, data = instantiate(config.model), instantiate(config.data)
+    callbacks = [instantiate(one) for one in config.callbacks.values()]
+    instantiate(config.trainer, callbacks=callbacks).fit(model, data)
+    print(callbacks[0].effects.table())
     return model
 
 
@@ -95,7 +96,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.syspath_prepend(str(folder / "src"))
         patch.chdir(folder)
         yield folder
-        for name in ("app", "digits", "train"):
+        for name in ("app", "digits"):
             sys.modules.pop(name, None)
 
 
