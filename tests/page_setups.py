@@ -499,8 +499,6 @@ def _queries_and_keys_get_zero(names: Names) -> None:
 
 @setup("trl")
 def _tiny() -> Names:
-    import tempfile
-
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -523,7 +521,6 @@ def _tiny() -> Names:
         "tokenizer": PreTrainedTokenizerFast(
             tokenizer_object=split, pad_token="[pad]", eos_token="[eos]"
         ),
-        "folder": tempfile.mkdtemp(),
         "options": {
             "max_steps": 2,
             "logging_steps": 1,

@@ -30,8 +30,11 @@ def test_a_page_about_a_model_of_transformers_prints_what_it_shows(
 
 
 @pytest.mark.slow
-def test_the_page_about_trl_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_about_trl_prints_what_it_shows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("trl", reason="needs pip install trl")
+    monkeypatch.chdir(tmp_path)  # the trainers save checkpoints
     run("trl", capsys)
 
 
