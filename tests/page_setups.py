@@ -121,6 +121,18 @@ def _net() -> Names:
     return names | {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
 
+@after("compile", 0)
+def _compiled_as_not_compiled(names: Names) -> None:
+    other = _net()
+    with names["surgery"].attach(other["model"], other["optimizer"]):
+        train(other["model"], other["optimizer"], other["loader"], other["loss_fn"])
+    weight = names["model"].get_submodule("0").weight
+    torch.testing.assert_close(weight, other["model"].get_submodule("0").weight)
+    other = _net()
+    train(other["model"], other["optimizer"], other["loader"], other["loss_fn"])
+    assert not torch.allclose(weight, other["model"].get_submodule("0").weight)
+
+
 @setup("embedding_rows")
 def _tokens() -> Names:
     """With momentum and weight decay, which move rows without a gradient."""
