@@ -18,6 +18,7 @@ from gradsurg.plugins.registry import names
 from gradsurg.transforms import GroupTransform
 from tests.conftest import Here
 from tests.forks import Ranks, in_ranks
+from tests.page_setups import gradients, plain
 from tests.test_readme import ROOT, blocks
 
 PAGE = "docs/own_code.md"
@@ -32,7 +33,7 @@ def commands(page: str) -> list[str]:
 COMMANDS = commands(PAGE)
 TIMM = [line for line in COMMANDS if "timm" in line]
 ELSEWHERE = [line for line in COMMANDS if "columns" in line]  # tests/test_contributing.py runs it
-PARTS = 3
+PARTS = 2
 """The number of the block with a trigger and an aggregator."""
 
 
@@ -58,7 +59,8 @@ def test_the_model_of_another_package_is_one_line(own: Here) -> None:
 
 
 def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
-    option, experiment = blocks("yaml", PAGE)
+    (option,) = blocks("yaml", PAGE)
+    experiment = blocks("yaml", "docs/reproduce.md")[0]
     for kind, name, text in (("transform", "soft", option), ("experiment", "all", experiment)):
         (folder / "confs" / kind).mkdir(parents=True)
         (folder / "confs" / kind / f"{name}.yaml").write_text(text, encoding="utf-8")
@@ -67,19 +69,18 @@ def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
     assert own("--config-dir", "confs", "experiment=all", *SHORT).code == 0
 
 
-def test_the_rule_of_relevance_is_that_of_lrp() -> None:
+def test_the_transform_that_reads_the_value_is_weight_decay() -> None:
     names: dict[str, Any] = {}  # Any: what the page defines
     exec(blocks("python", PAGE)[1], names)
-    x, net = names["x"], names["net"]
-    x.grad = None
-    with gs.Surgery(gs.Intervention(gs.LRP("epsilon"), gs.Inputs(types="Linear"))).attach(net):
-        net(x).sum().backward()
-    torch.testing.assert_close(names["relevance"], x * x.grad)
+    model = nn.Linear(3, 2)
+    with gs.Surgery(gs.Intervention(names["Decay"](0.5), gs.Parameters())).attach(model):
+        model(torch.ones(1, 3)).sum().backward()
+    torch.testing.assert_close(model.weight.grad, 1 + 0.5 * model.weight.detach())
 
 
 def test_the_group_transform_trains() -> None:
     names: dict[str, type[GroupTransform]] = {}
-    exec(blocks("python", PAGE)[2], names)
+    exec(blocks("python", PAGE)[1], names)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     at = gs.Parameters(stage="step")
@@ -126,7 +127,8 @@ def test_the_results_are_data_frames(own: Here, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_trigger_of_the_concepts_is_the_one_of_its_command(here: Here) -> None:
-    (line,) = commands("docs/concepts.md")
+    text = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"`(python -m gradsurg.run transform.*?)`", text)
     ended = here(*shlex.split(line)[3:], "dry_run=true", "logger=none")
     assert ended.code == 0, ended.err
 
@@ -199,15 +201,19 @@ def test_code_is_as_narrow_as_the_site(page: Path) -> None:
     assert [line for line in lines if len(line) > 79] == []
 
 
-SETTING, *ANSWERS = blocks("python", "docs/faq.md")
-
-
-@pytest.mark.parametrize("number", range(len(ANSWERS)))
-@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
-def test_an_answer_runs_and_its_assertions_hold(number: int) -> None:
-    names: dict[str, object] = {}
-    exec(SETTING, names)
-    exec(ANSWERS[number], names)
+def test_the_answers_act() -> None:
+    captured, middle = blocks("python", "docs/faq.md")
+    names = plain()
+    names["x"], names["y"] = names["loader"][0]
+    before = gradients(names)
+    exec(captured, names)
+    torch.testing.assert_close(names["grad"], before[0] / 2)
+    names["model"].zero_grad()
+    exec(middle, names)
+    first, _, last, _ = (param.grad for param in names["model"].parameters())
+    assert 0 < first.norm() < before[0].norm() / 10
+    assert (first * before[0]).sum() < 0  # reversed
+    assert torch.equal(last, before[2])  # above the sites
 
 
 def test_all_questions_are_answered() -> None:
@@ -219,7 +225,8 @@ def test_all_questions_are_answered() -> None:
 def _in_two_processes(ranks: Ranks, folder: Path) -> list[float]:
     """Run the snippets of a page in turn, each with a new model; return a number of each."""
     results = []
-    for snippet in blocks("python", "docs/distributed.md"):
+    loop, buckets = blocks("python", "docs/distributed.md")
+    for snippet in (loop, buckets + loop):
         torch.manual_seed(0)
         net = nn.Linear(4, 3)
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(ranks.rank))

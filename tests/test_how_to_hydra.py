@@ -23,6 +23,59 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of Lightning
     pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
 ]
+SCAFFOLD = {
+    "configs/app.yaml": """
+seed: 1
+model: {_target_: digits.Classifier, lr: 0.1}
+data: {_target_: digits.loader, batch_size: 64}
+trainer: {_target_: lightning.Trainer, max_epochs: 2, accelerator: cpu, logger: false}
+""",
+    "src/digits.py": """
+import lightning
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def training_step(self, batch, index):
+        inputs, labels = batch
+        return nn.functional.cross_entropy(self.net(inputs), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def loader(batch_size):
+    inputs, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    return DataLoader(TensorDataset(inputs.float() / 16, labels), batch_size)
+""",
+    "src/app.py": """
+import hydra
+import lightning
+from hydra.utils import instantiate
+
+
+def run(config):
+    lightning.seed_everything(config.seed)
+    model, data = instantiate(config.model), instantiate(config.data)
+    callbacks = [instantiate(one) for one in config.callbacks.values()]
+    instantiate(config.trainer, callbacks=callbacks).fit(model, data)
+    print(callbacks[0].effects.table())
+    return model
+
+
+if __name__ == "__main__":
+    hydra.main(version_base="1.3", config_path="../configs", config_name="train")(run)()
+""",
+}
+"""The reader's own app, which the page takes as given."""
 BY_HAND = {
     "": (),
     "+surgery=clip": (gs.Clip(0.01), gs.Parameters()),
@@ -36,14 +89,14 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of the app, whose src/ is on the path."""
     pytest.importorskip("lightning", reason="needs the extra trainers")
     folder = tmp_path_factory.mktemp("app")
-    for name, text in FILE.findall(PAGE.read_text(encoding="utf-8")):
+    for name, text in [*SCAFFOLD.items(), *FILE.findall(PAGE.read_text(encoding="utf-8"))]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder / "src"))
         patch.chdir(folder)
         yield folder
-        for name in ("digits", "train", "loop"):
+        for name in ("app", "digits"):
             sys.modules.pop(name, None)
 
 
@@ -74,7 +127,7 @@ def trained_by_hand(surgery: gs.Surgery) -> tuple[Tensor, str]:
 def test_the_app_trains_as_by_hand(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = []
     for word, parts in BY_HAND.items():
-        weights = weights_of(import_module("train").train(composed(app, word)))
+        weights = weights_of(import_module("app").run(composed(app, word)))
         surgery = gs.Surgery(*([gs.Intervention(*parts)] if parts else []))
         printed = capsys.readouterr().out
         expected, table = trained_by_hand(surgery)
@@ -90,16 +143,21 @@ def test_the_loop_and_the_callback_with_own_code_train_as_the_app(
     app: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = composed(app, "+surgery=grokfast", "callbacks=own_code")
-    whole = weights_of(import_module("train").train(config))
+    whole = weights_of(import_module("app").run(config))
     import_module("lightning").seed_everything(1)
     digits = import_module("digits")
     model = digits.Classifier(0.1)
     batches = [*digits.loader(64)] * 2
-    loop = import_module("loop").train
-    table = loop(
-        *(config, model, model.configure_optimizers(), batches),
-        lambda model, batch: model.training_step(batch, 0),
+    (call,) = re.findall(
+        r"^`(gs\.from_config\(.*?\))` makes", PAGE.read_text("utf-8"), re.MULTILINE
     )
+    optimizer = model.configure_optimizers()
+    with eval(call, {"gs": gs, "config": config}).attach(model, optimizer) as live:
+        for batch in batches:
+            optimizer.zero_grad()
+            model.training_step(batch, 0).backward()
+            optimizer.step()
+    table = live.effects.table()
     assert torch.equal(weights_of(model), whole)
     assert capsys.readouterr().out.rstrip().endswith(table.rstrip())
 
@@ -122,7 +180,7 @@ def test_the_words_of_the_page_choose_the_parts_of_a_surgery(app: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_of_the_app_runs(app: Path) -> None:
-    command = [sys.executable, "src/train.py", "+surgery=clip", "surgery.transform.clip.value=-1"]
+    command = [sys.executable, "src/app.py", "+surgery=clip", "surgery.transform.clip.value=-1"]
     environment = os.environ | {"HYDRA_FULL_ERROR": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
