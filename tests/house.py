@@ -18,7 +18,7 @@ NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 7981),
+    "core": (("core", "effects", "torch_internals"), 8000),
     "sites": (("sites",), 6299 + NEW),
     "transforms": (("transforms",), 4148 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
@@ -36,7 +36,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2647, 53_510 + NEW
+REST, TESTS = 2647, 54_040 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 

@@ -64,10 +64,10 @@ class Attachment:
     ) -> None:
         self._model: ref[nn.Module] | None = ref(model)  # None once the surgery is detached
         self.effects, self.clock = effects, clock or Clock()
-        # A link is one transform of a `Chain`, or the only transform. Keys: `<label of link>/<site>`;
-        # `<label of link>/group` for a group transform; `<label of operation>/<site>/when` for a
-        # trigger; `<label>/<name>` for what a kind or an aggregator keeps. The surgery has the same
-        # dict, which is therefore changed in place only.
+        # A link is one transform of a `Chain`, or the only one. Keys: `<label of a link>/<site>`;
+        # `<label of a link>/group` for a group transform; `<label of an operation>/<site>/when` for
+        # a trigger; `<label>/<name>` for what a kind or an aggregator keeps. The surgery has the
+        # same dict, which is therefore changed in place only.
         self.states = {} if states is None else states
         self.seed, self.conflict_every, self.scaler = seed, conflict_every, scaler
         self.rank, self.processes = rank, processes

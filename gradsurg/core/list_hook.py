@@ -52,9 +52,8 @@ class ListHook:
         # label of a link whose state is of the whole group: the sites that it was made for. Kept
         # by the operation, as a list is met anew after each change of the interventions.
         self._members = operation.members.setdefault(sites, {})
-        # The second, by label of a link whose state has an entry for each member: these states, by
-        # member, as they were
-        # stored last, and the same joined, which saves joining them again in the next step.
+        # The second, by label of a link whose state has an entry for each member: the state of each
+        # member as it was stored last, and all joined, which saves joining them in the next step.
         self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
 
     @property
