@@ -40,6 +40,9 @@ STYLE |= {"xtick.color": "#525252", "ytick.color": "#525252", "axes.labelcolor":
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6}
 STYLE |= {"legend.frameon": False, "legend.fontsize": 6.5, "legend.handlelength": 1.4}
 
+OF_ROWS = {"Centralize": (1, 2)}
+"""The shape of the two entries of a picture, for transforms of rows."""
+
 ILLUSTRATED: dict[str, dict[str, Any]] = yaml.safe_load("""
 adagc: {warmup: 5, max_norm: 100.0, decay: 0.9}
 adaptive_clip: {warmup: 20, max_norm: 100.0}
@@ -295,10 +298,9 @@ def stacked(function: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
 
 def draw_plane(axes: "Axes", transform: Transform) -> None:
     """Draw a function of two entries; WEIGHTS are the weights, or the gradient of an update."""
-    needs_row = type(transform).__name__ == "Centralize"
+    shape = OF_ROWS.get(type(transform).__name__, (2,))
 
     def result(point: Tensor) -> Tensor:
-        shape = (1, 2) if needs_row else (2,)
         context = TransformContext("a", value=WEIGHTS.view(shape), gradient=WEIGHTS.view(shape))
         return applied(transform, point.view(shape), context).flatten()
 

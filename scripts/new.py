@@ -29,6 +29,7 @@ from gradsurg.plugins.registry import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LETTERS = 40  # of a name: a longer one does not fit the lines of the templates
+TODO = "TODO"  # marks what a new plug-in must still say of itself
 LAST_LINES = 12  # of the output of a failed check
 
 
@@ -62,11 +63,13 @@ CHANGELOG.md | ### New | its name in the item that fits, or a line of its own
 
 TRANSFORM = Kind(
     "transforms",
-    "scale",
+    "gradient_reversal",
     ("tests/transforms/test_rows.py", "tests/transforms/test_rules.py"),
     """tests/transforms/test_properties.py | OTHERS | only if `tags_if` has conditions: instances
-tests/transforms/table.py | DROP_NAN | only if a NaN moves or goes: its name
+tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its name
 tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the others
+tests/core/test_messages.py | ERRORS | only if it refuses some shapes: the error
+scripts/gallery.py | OF_ROWS | only if it refuses vectors: a shape of two entries
 tests/hooks/test_batched_backward.py | DRAWS | only if it is random: its name
 tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all calls: its name""",
 )
@@ -99,8 +102,9 @@ def main(words: list[str], root: Path = ROOT) -> int:
         return 2
     if root == ROOT:
         check(kind, name, GENERATED)
-    words = name.replace("_", " ")
-    print(f"Does it exist already? python -m gradsurg.run --list {words}", *steps, sep="\n")
+    words = dict.fromkeys([*name.split("_"), name.replace("_", "")])
+    lists = ", ".join(f"--list {word}" for word in words)
+    print(f"Does it exist already? python -m gradsurg.run {lists}", *steps, sep="\n")
     return 0
 
 
@@ -121,8 +125,7 @@ def begin(kind: Kind, name: str, root: Path) -> list[str]:
     code, yaml, cases = kind.files(name)
     rows = with_row(root / cases, kind.model, name)
     for path, model in zip((code, yaml), kind.files(kind.model), strict=False):
-        lines = (root / model).read_text(encoding="utf-8").splitlines(keepends=True)
-        text = "".join(line for line in lines if not line.startswith(("# Paper", "# Also")))
+        text = to_be_described((root / model).read_text(encoding="utf-8"))
         with (root / path).open("x", encoding="utf-8") as file:
             file.write(renamed(text, kind.model, name))
     (root / cases).write_text(rows, encoding="utf-8")
@@ -148,11 +151,23 @@ def check_name(kind: Kind, name: str, root: Path) -> None:
         raise ValueError(f"'{name}' is taken: there is {found}")
 
 
+def to_be_described(text: str) -> str:
+    """Return a class or a yaml file with `TODO` for what it says of itself."""
+    text = re.sub(r"^# (?!python -m).*\n", "", text, flags=re.M)
+    text = re.sub(r"\A(# python .*\n)", f"\\1# {TODO}: its purpose on one line\n", text)
+    text = re.sub(r'\A("""\w+: ).*"""', rf'\1{TODO}."""', text)
+    says = f"{TODO}: formula, paper, shapes; zero, NaN, infinities, an empty tensor."
+    return re.sub(r'^    """.*?"""$', f'    """{says}"""', text, count=1, flags=re.M | re.S)
+
+
 def renamed(text: str, old: str, new: str) -> str:
     """Return a text with the name of another file and class."""
     text = re.sub(rf"(?<![ \w]){old}\b", new, text)  # as a word of a sentence it stays
-    cls = "".join(part.capitalize() for part in new.split("_"))
-    return re.sub(rf"\b{old.capitalize()}\b", cls, text)
+    return re.sub(rf"\b{class_of(old)}\b", class_of(new), text)
+
+
+def class_of(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
 
 
 def with_row(path: Path, old: str, new: str) -> str:
@@ -202,9 +217,11 @@ def last_lines(error: Exception) -> str:
 
 
 def style(kind: Kind, name: str) -> str:
-    """Check the class and the test rows by ruff."""
-    code, _, cases = kind.files(name)
+    """Check the class and the test rows by ruff, and that the class and its yaml are described."""
+    code, yaml, cases = kind.files(name)
     paths = [path for path in (code, cases) if (ROOT / path).exists()]
+    for path in (yaml, *paths):
+        assert TODO not in (ROOT / path).read_text(encoding="utf-8"), f"{path} has a {TODO} left"
     for words in (["check", "--quiet", "--output-format=concise"], ["format", "-q", "--check"]):
         command = [sys.executable, "-m", "ruff", *words, *paths]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -263,7 +280,7 @@ def tests(kind: Kind, name: str) -> str:
     marks = "one_in or not slow and not full"
     paths = [str(ROOT / path) for path in (*kind.tests, COMPLETENESS)]
     with redirect_stdout(StringIO()) as out:  # in this process, which has imported torch
-        code = pytest.main(["-x", f"--rootdir={ROOT}", "-k", chosen, "-m", marks, *paths])
+        code = pytest.main([f"--rootdir={ROOT}", "-k", chosen, "-m", marks, *paths])
     assert not code, out.getvalue()
     return out.getvalue().strip().splitlines()[-1]
 

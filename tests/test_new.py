@@ -58,6 +58,10 @@ def run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_check_passes_for_new_files_and_fails_for_a_wrong_result(root: Path) -> None:
     code = root / "gradsurg/transforms/soft_clip.py"
     assert run(root, "transform", "soft_clip").returncode == 0
+    assert "FAIL ruff" in run(root, "--check", "soft_clip").stdout
+    for path in (code, root / "conf/transform/soft_clip.yaml"):
+        assert new.TODO in path.read_text("utf-8")
+        path.write_text(path.read_text("utf-8").replace(new.TODO, "Clip it"), "utf-8")
     assert run(root, "--check", "soft_clip").returncode == 0
     code.write_text(code.read_text("utf-8").replace("return grad", "return grad / 2"), "utf-8")
     assert (done := run(root, "--check", "soft_clip")).returncode == 1
