@@ -28,7 +28,7 @@ class Curve(Stateless):
     """
 
     by: Literal["tanh", "softsign", "log", "power", "soft_threshold"] = "tanh"
-    amount: Annotated[float, Field(gt=0)] = 1.0
+    amount: Annotated[float, Field(ge=1e-30)] = 1.0
 
     tags = frozenset({"elementwise", "odd", "sign_preserving", "deterministic", "differentiable"})
 
@@ -42,8 +42,8 @@ class Curve(Stateless):
             case "tanh":
                 result = a * (g / a).tanh()
             case "softsign":
-                # inf / inf has no value.
-                result = torch.where(size.isinf(), a * g.sign(), g / (1 + size / a))
+                # inf / inf has no value; the largest numbers divided by a small `a` would be infinite.
+                result = torch.where(size.isinf(), a * g.sign(), a * (g / (a + size)))
             case "log":
                 result = a * (size / a).log1p() * _signs(g)
             case "power":

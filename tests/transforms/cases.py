@@ -122,6 +122,7 @@ ROWS = (
     Row("curve", [0.54930614, -0.54930614, 0.0, NAN, INF], [0.5, -0.5, 0.0, NAN, 1.0]),
     Row("tanh", [1.09861229], [1.0], {"amount": 2.0}),
     Row("curve", [3.0, -1.0, NAN, -INF], [0.75, -0.5, NAN, -1.0], {"by": "softsign"}),
+    Row("curve", [0.0, 3e38], [0.0, 1e-5], {"by": "softsign", "amount": 1e-5}),
     # 2 log(1 + (e - 1)) = 2.
     Row("curve", [3.43656366, 0.0, -INF], [2.0, 0.0, -INF], {"by": "log", "amount": 2.0}),
     Row("grad_power", [4.0, -9.0, 0.0, NAN], [8.0, -27.0, 0.0, NAN], {"amount": 1.5}),
