@@ -102,8 +102,8 @@ def main(words: list[str], root: Path = ROOT) -> int:
         return 2
     if root == ROOT:
         check(kind, name, GENERATED)
-    words = dict.fromkeys([*name.split("_"), name.replace("_", "")])
-    lists = ", ".join(f"--list {word}" for word in words)
+    parts = dict.fromkeys([*name.split("_"), name.replace("_", "")])
+    lists = ", ".join(f"--list {word}" for word in parts)
     print(f"Does it exist already? python -m gradsurg.run {lists}", *steps, sep="\n")
     return 0
 
