@@ -188,13 +188,22 @@ def _scale_or_act(hook: PlacesHook, act: Act, *params: Tensor | None) -> None:
     if factors is None:
         act(*params)
         return
+    held = [factor for factor in factors if factor is not None]
+    is_joint = len(held) > 1 and all(factor is held[0] for factor in held)  # one call for all
+    owned: list[Tensor] = []
     for param, factor in zip(params, factors, strict=True):
         if param is None or factor is None:
             continue
-        if autograd.owns_grad(param):
-            cast(Tensor, param.grad).mul_(factor)
+        grad_is_owned = autograd.owns_grad(param)  # before a name below holds the gradient, too
+        grad = cast(Tensor, param.grad)
+        if not grad_is_owned:
+            param.grad = multiplied(grad, factor)
+        elif is_joint:
+            owned.append(grad)
         else:
-            param.grad = multiplied(cast(Tensor, param.grad), factor)
+            grad.mul_(factor)
+    if owned:
+        autograd.foreach_mul_(owned, held[0])
 
 
 def _act_together(hook: PlacesHook, access: Access, *params: Tensor | None) -> None:

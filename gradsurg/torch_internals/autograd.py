@@ -23,6 +23,7 @@ from gradsurg.torch_internals import exists, needs, private
 
 foreach_norm = private("torch:_foreach_norm")
 foreach_mul = private("torch:_foreach_mul")
+foreach_mul_ = private("torch:_foreach_mul_")
 foreach_add_ = private("torch:_foreach_add_")
 foreach_copy_ = private("torch:_foreach_copy_")
 

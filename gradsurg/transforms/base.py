@@ -338,7 +338,8 @@ class JointScaling(GroupTransform, Scaling):
         self, grads: Sequence[Tensor], contexts: Sequence[TransformContext]
     ) -> Sequence[Tensor]:
         factor = self.joint_factor(grads)
-        return [factor.to(grad.device) for grad in grads]
+        own = {grad.device: factor.to(grad.device) for grad in grads}
+        return [own[grad.device] for grad in grads]
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]

@@ -42,7 +42,7 @@ class Curve(Stateless):
             case "tanh":
                 result = a * (g / a).tanh()
             case "softsign":
-                # inf / inf has no value; the largest numbers divided by a small `a` would be infinite.
+                # inf / inf has no value, and size / a may be infinite.
                 result = torch.where(size.isinf(), a * g.sign(), a * (g / (a + size)))
             case "log":
                 result = a * (size / a).log1p() * _signs(g)

@@ -63,8 +63,9 @@ def beginning(names: Iterable[str], only: Sequence[str]) -> list[str]:
 
 def _like(batch: Tensor) -> Tensor:
     """Return another batch: random numbers, or the same tokens in another order."""
-    is_float = batch.is_floating_point()
-    return torch.randn_like(batch) if is_float else batch[torch.randperm(len(batch))]
+    if not batch.is_floating_point():
+        return batch[torch.randperm(len(batch))]
+    return torch.randn_like(batch).requires_grad_(batch.requires_grad)
 
 
 class Arm:

@@ -431,6 +431,27 @@ def test_a_gradient_is_scaled_in_place_only_if_nothing_else_holds_it(
         assert [entry.fired for entry in live.ledger] == [3]
 
 
+@pytest.mark.parametrize("transform", SCALING, ids=repr)
+def test_of_several_gradients_those_that_are_held_are_replaced(transform: Transform) -> None:
+    params = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (2, 3, 4)])
+    optimizer = SGD(params.parameters(), lr=0.0)
+    given = [torch.arange(1.0, size + 1) for size in (2, 3, 4)]
+    with attached(params, transform, STEP, optimizer, effects_every=1):  # out of place
+        for param, grad in zip(params, given, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+    expected = [param.grad for param in params]
+    with attached(params, transform, STEP, optimizer, effects_every=0):
+        for param, grad in zip(params, given, strict=True):
+            param.grad = grad.clone()
+        held, addresses = params[1].grad, [param.grad.data_ptr() for param in params]
+        optimizer.step()
+    assert [param.grad.data_ptr() for param in params][::2] == addresses[::2]
+    assert params[1].grad is not held
+    assert torch.equal(held, given[1])
+    assert all(torch.equal(param.grad, each) for param, each in zip(params, expected, strict=True))
+
+
 class OwnScale(gs.Scale):
     """One of a user, who overrides `apply` alone."""
 
