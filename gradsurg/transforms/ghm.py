@@ -26,7 +26,7 @@ class GHM(GroupTransform, ExampleWeighting):
     backward passes of unequal size are counted by their weights in the loss (see `PerSample`).
 
     This is the gradient harmonizing mechanism (GHM-C) of Li, Liu, Wang, AAAI 2019 (arXiv
-    1811.05181), section 3.3, without the moving average, as in the authors' code with momentum 0.
+    1811.05181), section 3.3, without the moving average, like the authors' code with momentum 0.
     There the u_i are abs(p - p*) of a binary cross-entropy, which are in [0, 1] by themselves.
 
     At parameters, by itself or as `PerSample(GHM())`. Any shapes; zero gradients share the first
