@@ -174,7 +174,7 @@ class Shared:
     (accumulate=1)
     """
     features: str = ""
-    """with feature: the module whose output is the representation, e.g. relu of model=multi_head"""
+    """with feature: the module whose output is the representation, as relu of model=multi_head"""
     reduce: str = "mean"
     """under torchrun: aggregate the mean gradients; or local: in each process, and average the
     results
@@ -224,13 +224,13 @@ class Settings:
     attribute: bool = False
     """also train the chain without each of its transforms, to find the share of each"""
     device: Annotated[str, Field(min_length=1)] = "auto"
-    """auto: CUDA if available, otherwise the CPU; or cpu, cuda:1, mps"""
+    """CUDA if available, else the CPU; or cpu, cuda:1, mps"""
     threads: Positive | None = 1
     """CPU threads of a run; null: PyTorch's default"""
     check_ranks: Natural = 50
     """under torchrun: steps between two comparisons of the processes' weights; 0: never"""
     study: Annotated[Text, AfterValidator(_study_name)] = STUDY
-    """the name of the study, whose runs are compared with one another"""
+    """the runs of a study are compared with one another"""
     out: Annotated[Text, AfterValidator(_folder)] = "runs"
     """the folder of the studies"""
     force: bool = False
@@ -242,11 +242,11 @@ class Settings:
     dry_run: bool = False
     """print where the transform would act, and stop"""
     metric: Annotated[Text, Field(min_length=1)] | None = None
-    """the metric of the verdict, such as test/loss; null: accuracy if there is one, otherwise the
-    loss. Fixed when a run is first planned
+    """the metric of the verdict, as test/loss; null: accuracy, else the loss. Fixed when a run is
+    first planned
     """
     margin: Annotated[str, BeforeValidator(_margin)] | None = None
-    """arms that differ by less are equivalent: 0.5pp (percentage points), 0.01 or 2% of the control
+    """0.5pp (percentage points), 0.01 or 2% of the control: arms that differ by less are equivalent
     """
     report: Literal["auto"] | bool = "auto"
     """auto: write the page and tables, for a sweep also figures; true: always figures; false: none
@@ -258,8 +258,8 @@ class Settings:
     log_every: Positive = 50
     """steps between two rows of the loss and the effects"""
     log: Annotated[Text, Field(min_length=1)] = AUTO
-    """auto: loggers get the effects of each site, or a summary if a transform has more than 12;
-    sites: always each site; or a pattern of sites. effects.jsonl has all
+    """loggers get the effects of each site, above 12 sites of a transform a summary; sites: of each
+    site; or a pattern of sites. effects.jsonl has all
     """
     eval_every: Natural = 0
     """steps between two evaluations, a multiple of log_every; 0: only at the end"""
@@ -268,7 +268,7 @@ class Settings:
     """
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
     """share of the training examples that is set aside: they are evaluated during training, the
-    test data once at the end; null: 0.2 if until or tune decides on them, otherwise 0
+    test data once at the end; null: 0.2 if until or tune decides on them, else 0
     """
     tune: Annotated[Grid, _parsed(Grid)] | None = None
     """train each arm with each of these values, and compare with its best on validation data:
@@ -277,7 +277,7 @@ class Settings:
     configurations
     """
     tune_seeds: Positive = 3
-    """seeds for each value of tune; they start at 1,000,000, apart from the compared ones"""
+    """seeds for each value of tune, from 1,000,000 on: apart from those compared"""
     checkpoint_every: Positive = 100
     """steps between two checkpoints .."""
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 1.0
