@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import gradsurg as gs
+
 Names = dict[str, Any]  # Any: what a page defines
 SETUPS: dict[str, Callable[[], Names]] = {}
 CHECKS: dict[tuple[str, int], Callable[[Names], None]] = {}
@@ -88,11 +90,21 @@ def _hooked(names: Names) -> None:
 def _hooks_of_gradsurg(names: Names) -> None:
     rows = {row["site"]: row for row in names["live"].effects.rows()}
     assert rows["0.weight"]["changed"] > 0.5
+    assert rows["2.weight"]["norm_after"] == rows["2.weight"]["norm_before"] / 2
     assert rows["1#0.input"]["norm_after"] == 2 * rows["1#0.input"]["norm_before"]
     optimizer = names["optimizer"]
     before = gradients(names)
     optimizer.step()
     assert before[0].abs().max() > 0.01  # the hooks are gone
+
+
+@setup("clip")
+def _with_a_convolution() -> Names:
+    torch.manual_seed(0)
+    layers = nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(24, 3))
+    first = [param.detach().clone() for param in model.parameters()]
+    return plain() | {"model": model, "first": first}
 
 
 @after("clip", 0)
@@ -102,6 +114,27 @@ def _clipped_once(names: Names) -> None:
     assert sum(row["norm_before"] ** 2 for row in rows) > 0.1**2
     assert abs(sum(row["norm_after"] ** 2 for row in rows) - 0.1**2) < 1e-5
     assert not any(is_unchanged(names, index) for index in range(4))
+    assert not _weights_after_a_nan(gs.SkipUpdate()).isnan().any()
+    assert _weights_after_a_nan(gs.Identity()).isnan().all()
+
+
+def _weights_after_a_nan(before_the_clip: Any) -> Tensor:
+    """The weights of one optimizer after a step in which the other had a NaN."""
+    names, scaler = _with_a_convolution(), torch.amp.GradScaler("cpu")
+    conv, linear = names["model"][1], names["model"][4]
+    both = [torch.optim.AdamW(layer.parameters()) for layer in (linear, conv)]
+    at = gs.Parameters(stage="step")
+    links = before_the_clip, gs.ClipGlobalNorm(0.1)
+    surgery = gs.Surgery(*[gs.Intervention(each, at=at) for each in links])
+    with surgery.attach(names["model"], both, scaler=scaler):
+        x, y = names["loader"][0]
+        scaler.scale(cross_entropy(names["model"](x), y)).backward()
+        conv.weight.grad.fill_(torch.nan)
+        for optimizer in both:
+            scaler.unscale_(optimizer)
+        for optimizer in both:
+            scaler.step(optimizer)
+    return linear.weight.detach()
 
 
 class _Net(nn.Module):
@@ -322,7 +355,7 @@ def _seeded() -> Names:
 
 @after("nan", 1)
 def _repaired(names: Names) -> None:
-    assert names["first"].weight.grad.isnan().all()
+    assert names["model"][0].weight.grad.isnan().all()
     v = torch.tensor([0.0, 4.0], requires_grad=True)
     bad = torch.where(v > 0, v.sqrt(), 0)
     good = torch.where(v > 0, torch.where(v > 0, v, 1).sqrt(), 0)
