@@ -32,8 +32,8 @@ class SkipUpdate(GroupTransform):
     nor later interventions at stage `step`; earlier ones have acted. One value is copied to the
     host in each step. LBFGS, which steps without gradients, is refused.
 
-    A `GradScaler` lowers its scale and skips the step of an optimizer with non-finite gradients; that
-    step does not reach the transform. The steps of other optimizers do.
+    A `GradScaler` lowers its scale and skips the step of an optimizer with non-finite gradients;
+    that step does not reach the transform. The steps of other optimizers do.
 
     As optax's `apply_if_finite` and `skip_large_updates`; `max_grad_norm` with
     `skip_update_on_spike` in ZClip (arXiv 2504.02507).
