@@ -201,9 +201,9 @@ class Surgery:
         The optimizer may come later, by `live.bind(optimizer)`: until then interventions at stage
         `step` wait.
 
-        Keep the handle or the surgery: once both are gone, the hooks are removed. There is no
-        warning, so that a notebook cell can be run again, which detaches the surgery that it made
-        before; `Surgery(...).start(model)` with the result dropped detaches at once. When the
+        Keep the handle or the surgery: once both are gone, the hooks are removed, without the
+        warning of `attach`. So a notebook cell that is run again detaches the surgery that it made
+        before, and `Surgery(...).start(model)` with the result dropped detaches at once. When the
         program ends, an open surgery is closed.
         """
         if self._live is not None:
