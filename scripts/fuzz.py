@@ -174,13 +174,11 @@ def _noting_writes() -> Iterator[None]:
     if not _is_noting:
         sys.addaudithook(_note)  # Python cannot remove it
     _written.clear()
-    compiled, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _is_noting[:] = [True]
     try:
         yield
     finally:
         _is_noting[:] = [False]
-        sys.dont_write_bytecode = compiled
 
 
 def _note(event: str, arguments: tuple[object, ...]) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from string import Template
 from time import monotonic
 
+from gradsurg.experiment import catalogue
 from gradsurg.plugins.registry import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,16 +258,11 @@ def properties(kind: Kind, name: str) -> str:
 
 
 def picture(kind: Kind, name: str) -> str:
-    """Draw the picture of the gallery if it is older than the class, its yaml or the gallery."""
-    from docs import draw_gallery as gallery
+    """Draw the picture of the gallery."""
+    from docs.draw_gallery import store
 
-    entry = next(one for one in gallery.catalogue.list(GROUPS[kind.folder]) if one.name == name)
-    drawn = gallery.picture(entry)
-    sources = [ROOT / source for source in (*kind.files(name)[:2], "docs/draw_gallery.py")]
-    newest = max(source.stat().st_mtime for source in sources if source.exists())
-    if drawn.exists() and drawn.stat().st_mtime >= newest:
-        return "ok"
-    return changed(gallery.store(entry))
+    entries = catalogue.list(GROUPS[kind.folder])
+    return changed(store(next(one for one in entries if one.name == name)))
 
 
 def tests(kind: Kind, name: str) -> str:
