@@ -258,11 +258,16 @@ def properties(kind: Kind, name: str) -> str:
 
 
 def picture(kind: Kind, name: str) -> str:
-    """Draw the picture of the gallery."""
-    from docs.draw_gallery import store
+    """Draw the picture of the gallery if it is older than the class, its yaml or the gallery."""
+    from docs import draw_gallery
 
-    entries = catalogue.list(GROUPS[kind.folder])
-    return changed(store(next(one for one in entries if one.name == name)))
+    entry = next(one for one in catalogue.list(GROUPS[kind.folder]) if one.name == name)
+    drawn = draw_gallery.picture(entry)
+    sources = [ROOT / source for source in (*kind.files(name)[:2], "docs/draw_gallery.py")]
+    newest = max(source.stat().st_mtime for source in sources if source.exists())
+    if drawn.exists() and drawn.stat().st_mtime >= newest:
+        return "ok"
+    return changed(draw_gallery.store(entry))
 
 
 def tests(kind: Kind, name: str) -> str:
