@@ -415,8 +415,7 @@ def check_one_kind(aggregator: Aggregator, blocks: Sequence[Block]) -> None:
 
 
 def needs_rows(aggregator: GramianAggregator, gramian: Tensor) -> bool:
-    """Return whether rows are so nearly dependent that the Gramian leaves the update undetermined.
-    """
+    """Return whether nearly dependent rows leave the update undetermined by the Gramian."""
     return isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian)
 
 

@@ -48,10 +48,10 @@ def params_at(hook: PlacesHook) -> list[nn.Parameter]:
 class Steps:
     """A kind of site at the steps of the optimizers.
 
-    `make` gets an intervention and the first of the optimizers that hold its parameters, and
-    returns what acts on them before and after a step. `copies` says that the values before the step
-    are needed. Without `is_joint`, a group in several optimizers is refused, and sharded parameters
-    too.
+    `make` gets an intervention and the first of the optimizers that hold its parameters. It returns
+    the functions that act on these before and after a step. `copies` is True if the values before
+    the step are needed. Unless `is_joint`, a group in several optimizers is refused, and sharded
+    parameters too.
     """
 
     door: Door
@@ -124,7 +124,8 @@ def _itself(param: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Access:
-    """How hooks read a tensor of a parameter, as its gradient, and its value, and write a result.
+    """How hooks read a tensor of a parameter, such as its gradient, and its value, and write a
+    result.
 
     `around` is entered while hooks run.
     """
@@ -183,7 +184,7 @@ def _act_on_each(calls: Sequence[ListedFn], access: Access, *params: Tensor | No
 
 
 def _scale_or_act(hook: PlacesHook, act: Act, *params: Tensor | None) -> None:
-    """Multiply each `.grad` by its factor, in place where nothing else holds it; else act."""
+    """Multiply each `.grad` by its factor, in place where nothing else holds it; otherwise act."""
     factors = hook.factors([None if param is None else param.grad for param in params])
     if factors is None:
         act(*params)
@@ -235,9 +236,9 @@ def write_value(
 
 
 def access_to(door: Door, hook: PlacesHook) -> Access:
-    """Return how to read and write the `.grad`s: as they are, their parts, or gathered.
+    """Return how to read and write the `.grad`s: unchanged, as parts, or gathered.
 
-    Processes communicate at `step`, where all decide alike; not at `accumulated`.
+    Processes communicate at `step`, where all make the same decision; not at `accumulated`.
     """
     params, kind = params_at(hook), hook.places[0].kind
     sharded = [cast(Any, param) for param in params if autograd.is_sharded(param)]

@@ -30,8 +30,9 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
 
     `example_input` is the input of the model: a value, a tuple of several, or a dict of keyword
     arguments. The model runs once on a copy of it, and a second time with the hooks of `at`; there
-    is no backward pass. Buffers, random states, gradients and hooks are restored. Raises
-    LookupError, listing the choices, if nothing is selected.
+    is no backward pass. Buffers, random states, gradients and hooks are restored.
+
+    Raises LookupError, listing the choices, if nothing is selected.
     """
     if autograd.in_backward():
         raise RuntimeError("a tree takes a forward of its own: not inside a backward")
