@@ -78,7 +78,7 @@ def test_sites_act_in_a_compiled_model_as_in_eager_or_are_reported(
     one_node = isinstance(at, gs.Nodes) and backend == "aot_eager" and compiling is not _last
     if one_node and not late and not unseen:
         with (
-            pytest.raises(LookupError, match="is compiled runs as one node: use Outputs"),
+            pytest.raises(LookupError, match="Compiled code runs as one node: use Outputs"),
             attached(model, gs.Scale(10.0), at),
         ):
             backward(model)
