@@ -59,9 +59,9 @@ class CAGrad(Preferring, Weighting, SolvedOnRows):
     hull if a convex combination of the unit gradients is shorter than eight roundings of their
     dtype (1e-13 for float64).
 
-        >>> import torch, gradsurg as gs
-        >>> gs.CAGrad(c=0.5)(torch.tensor([[1.0, 0.0], [-1.0, 2.0]]))
-        tensor([0.5000, 1.0000])
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.CAGrad(c=0.5)(rows)
+    tensor([0.5000, 1.0000])
     """
 
     c: Annotated[float, Field(ge=0)] = 0.5

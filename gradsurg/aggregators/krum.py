@@ -27,9 +27,9 @@ class Krum(Weighting):
     Zero, identical and opposite gradients are treated like any others. Raises ValueError for fewer
     than num_byzantine + 3 tasks, so for one or two. A NaN or infinity makes every weight NaN.
 
-        >>> import torch, gradsurg as gs
-        >>> gs.Krum(1)(torch.tensor([[1.0, 1.0], [1.0, 1.1], [1.0, 0.9], [9.0, -9.0]]))
-        tensor([1., 1.])
+    >>> rows = torch.tensor([[1.0, 1.0], [1.0, 1.1], [1.0, 0.9], [9.0, -9.0]])
+    >>> gs.Krum(1)(rows)
+    tensor([1., 1.])
     """
 
     num_byzantine: Annotated[int, Field(ge=0)] = 0

@@ -19,9 +19,9 @@ class Mean(LossWeighting):
     Identical tasks, and one task, give that gradient; opposite ones give zero. A NaN stays in its
     columns.
 
-        >>> import torch, gradsurg as gs
-        >>> gs.Mean()(torch.tensor([[1.0, 0.0], [-1.0, 2.0]]))
-        tensor([0., 1.])
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.Mean()(rows)
+    tensor([0., 1.])
     """
 
     tags = FIXED_WEIGHT_PROPERTIES

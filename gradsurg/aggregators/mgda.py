@@ -29,9 +29,9 @@ class MGDA(Preferring, Weighting):
     A zero gradient takes all the weight and the result is zero. Identical tasks give that gradient,
     opposite ones zero, one task is unchanged. A NaN or infinity makes every weight NaN.
 
-        >>> import torch, gradsurg as gs
-        >>> gs.MGDA()(torch.tensor([[1.0, 0.0], [-1.0, 2.0]]))
-        tensor([0.5000, 0.5000])
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.MGDA()(rows)
+    tensor([0.5000, 0.5000])
     """
 
     _: KW_ONLY

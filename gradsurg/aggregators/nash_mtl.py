@@ -36,9 +36,9 @@ class NashMTL(GramianAggregator):
     zero. Identical tasks, and one task, give the direction of their gradient. A NaN or infinity
     makes every weight NaN, and keeps the state.
 
-        >>> import torch, gradsurg as gs
-        >>> gs.NashMTL()(torch.tensor([[1.0, 0.0], [-1.0, 2.0]]))
-        tensor([0.5257, 0.8507])
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.NashMTL()(rows)
+    tensor([0.5257, 0.8507])
     """
 
     _: KW_ONLY

@@ -42,9 +42,9 @@ class PCGrad(GramianAggregator):
     opposite ones cancel, except the last of them if the target is `projected`. One task is
     unchanged. A NaN or infinity makes every weight NaN.
 
-        >>> import torch, gradsurg as gs
-        >>> gs.PCGrad()(torch.tensor([[1.0, 0.0], [-1.0, 2.0]]))
-        tensor([0.8000, 2.4000])
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.PCGrad()(rows)
+    tensor([0.8000, 2.4000])
     """
 
     _: KW_ONLY

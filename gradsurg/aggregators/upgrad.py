@@ -42,9 +42,9 @@ class UPGrad(Preferring, Weighting, SolvedOnRows):
     The result is exact for the gradients as given, with their rounding, and no longer than Σ p_i
     |g_i|.
 
-        >>> import torch, gradsurg as gs
-        >>> gs.UPGrad()(torch.tensor([[1.0, 0.0], [-1.0, 2.0]]))
-        tensor([0.4000, 1.2000])
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.UPGrad()(rows)
+    tensor([0.4000, 1.2000])
     """
 
     _: KW_ONLY

@@ -222,11 +222,10 @@ class Activations(ModuleSelector):
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed
     since the forward, if the block has ended, or if a later forward changed other tensors.
 
-        >>> import torch, gradsurg as gs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Activations("0"))).attach(model):
-        ...     print(torch.equal(model(torch.ones(2)), model[1].bias))
-        True
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Activations("0"))).attach(model):
+    ...     print(torch.equal(model(torch.ones(2)), model[1].bias))
+    True
     """
 
     side: Literal["output", "input"] = "output"

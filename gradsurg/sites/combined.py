@@ -33,10 +33,9 @@ class Combined(Selector):
     forward. Each part of `any` must match something by itself. Raises ValueError if the parts of
     `all` have no kind of site in common.
 
-        >>> import torch, gradsurg as gs
-        >>> weights = gs.Parameters() & ~gs.Parameters("*bias")
-        >>> weights.find(torch.nn.Linear(2, 1))
-        ['weight']
+    >>> weights = gs.Parameters() & ~gs.Parameters("*bias")
+    >>> weights.find(nn.Linear(2, 1))
+    ['weight']
     """
 
     of: Annotated[tuple[Selector, ...], Field(min_length=1)]

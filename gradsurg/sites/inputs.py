@@ -227,12 +227,11 @@ class Inputs(ModuleSelector):
     no value. But if a module reads its input several times and others read it too, gradients are
     summed branch by branch, which may change the last bit of the sum.
 
-        >>> import torch, gradsurg as gs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Inputs("1"))).attach(model):
-        ...     model(torch.ones(2)).sum().backward()
-        >>> model[0].bias.grad, model[1].bias.grad
-        (tensor([0., 0.]), tensor([1.]))
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Inputs("1"))).attach(model):
+    ...     model(torch.ones(2)).sum().backward()
+    >>> model[0].bias.grad, model[1].bias.grad
+    (tensor([0., 0.]), tensor([1.]))
     """
 
     path: Literal["branch", "total"] = "branch"

@@ -200,12 +200,11 @@ class Nodes(Leaf):
     `gs.hook(loss.grad_fn, ...)`) or in a backward pass. Raises LookupError after the first forward
     if no node is selected.
 
-        >>> import torch, gradsurg as gs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Nodes("Addmm", "0"))).attach(model):
-        ...     model(torch.ones(1, 2)).sum().backward()
-        >>> model[0].bias.grad, model[1].bias.grad
-        (tensor([0., 0.]), tensor([1.]))
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Nodes("Addmm", "0"))).attach(model):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    >>> model[0].bias.grad, model[1].bias.grad
+    (tensor([0., 0.]), tensor([1.]))
     """
 
     pattern: Pattern

@@ -115,12 +115,11 @@ class Outputs(ModuleSelector):
     (see `Inputs`). The recomputation of a checkpoint is not hooked again, except in a reentrant
     checkpoint, whose forward makes no graph.
 
-        >>> import torch, gradsurg as gs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Outputs("0"))).attach(model):
-        ...     model(torch.ones(2)).sum().backward()
-        >>> model[0].bias.grad, model[1].bias.grad
-        (tensor([0., 0.]), tensor([1.]))
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Outputs("0"))).attach(model):
+    ...     model(torch.ones(2)).sum().backward()
+    >>> model[0].bias.grad, model[1].bias.grad
+    (tensor([0., 0.]), tensor([1.]))
     """
 
     item: Pattern = "*"

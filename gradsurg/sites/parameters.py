@@ -83,12 +83,11 @@ class Parameters(ParamSelector):
     DistributedDataParallel it acts after the average, on all parameters, and not in a pass of
     `no_sync` or one that does not reach the output of the model.
 
-        >>> import torch, gradsurg as gs
-        >>> model = torch.nn.Linear(2, 1)
-        >>> with gs.Surgery(gs.Intervention(gs.Sign(), at=gs.Parameters("weight"))).attach(model):
-        ...     model(torch.tensor([1.0, -2.0])).sum().backward()
-        >>> model.weight.grad, model.bias.grad
-        (tensor([[ 1., -1.]]), tensor([1.]))
+    >>> model = nn.Linear(2, 1)
+    >>> with gs.Surgery(gs.Intervention(gs.Sign(), at=gs.Parameters("weight"))).attach(model):
+    ...     model(torch.tensor([1.0, -2.0])).sum().backward()
+    >>> model.weight.grad, model.bias.grad
+    (tensor([[ 1., -1.]]), tensor([1.]))
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward", "accumulated", "backward_end", "step")
