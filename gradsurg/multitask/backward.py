@@ -391,8 +391,9 @@ class MultiTaskBackward:
     def _combined(
         self, jacobian: Jacobian, losses: Mapping[str, float], weights: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """Return the combined gradients of all groups, by index; of a group none if no solver
-        converges."""
+        """Return the combined gradients of all groups, by index; none of a group without
+        convergence.
+        """
         combined: dict[int, Tensor] = {}
         for owner, group, members in self._builder.groups(jacobian):
             if not any(reached.intersection(members) for reached in jacobian.reached):
@@ -473,7 +474,7 @@ class MultiTaskBackward:
     def _grads_above(
         self, aggregation: Aggregation, cut: GraphCut, call: BackwardCall
     ) -> tuple[list[Sequence[Tensor | None]], dict[Tensor, Tensor]]:
-        """Return the gradients of each task at the edges of a cut, and those of all heads."""
+        """Return the gradients of each task at the edges of a cut, and of all heads."""
         memories = aggregation.aggregator.memories(tuple(call.losses))
         task_grads: list[Sequence[Tensor | None]] = []
         head_grads: dict[Tensor, Tensor] = {}
@@ -521,7 +522,7 @@ class MultiTaskBackward:
 
 
 def _check_reached(losses: Iterable[str], jacobian: Jacobian) -> None:
-    """Raise ValueError if of several tasks fewer than two have a gradient, or none has."""
+    """Raise ValueError if none of the tasks has a gradient, or fewer than two of several tasks."""
     names = [*losses]
     present = [name for name, reached in zip(names, jacobian.reached, strict=True) if reached]
     if len(present) < min(2, len(names)):

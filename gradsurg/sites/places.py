@@ -425,12 +425,12 @@ class Leaf(Selector):
 
     @property
     def picks_all(self) -> bool:
-        """Return whether it picks every place with a near name."""
+        """Whether it picks every place with a near name."""
         return False
 
     @property
     def picks_items(self) -> bool:
-        """Return whether it distinguishes the tensors of one call."""
+        """Whether it distinguishes the tensors of one call."""
         return False
 
     def resolve(self, scope: Scope) -> Stage:
