@@ -64,7 +64,7 @@ class Conflict:
         cosine_to_mean: The cosine of d to the mean of the gradients.
         norm_to_mean: The norm of d over the norm of the mean.
         weight_entropy: The entropy of |w|, from 0 for one task alone to 1 for equal weights.
-        fallbacks: The updates of the group so far that are less exact or were skipped.
+        fallbacks: The number of updates of the group so far that are less exact or were skipped.
         others: The updates of other aggregators.
     """
 
