@@ -83,7 +83,7 @@ class Effects:
     every: int
     sampling: bool = False
     others: dict[str, str] = field(default_factory=dict)
-    """The tensors that an intervention changes, such as `activations`, unless they are gradients."""
+    """The tensors that an intervention changes, such as `activations`, if they are no gradients."""
     _step: int = 0
     _first_nonfinite: "NonFinite | None" = None
     _slots: list[_Slot] = field(default_factory=list)
