@@ -224,7 +224,7 @@ class Settings:
     attribute: bool = False
     """also train the chain without each of its transforms, to find the share of each"""
     device: Annotated[str, Field(min_length=1)] = "auto"
-    """CUDA if available, otherwise the CPU; or cpu, cuda:1, mps"""
+    """CUDA if available, else the CPU; or cpu, cuda:1, mps"""
     threads: Positive | None = 1
     """CPU threads of a run; null: PyTorch's default"""
     check_ranks: Natural = 50
@@ -242,8 +242,8 @@ class Settings:
     dry_run: bool = False
     """print where the transform would act, and stop"""
     metric: Annotated[Text, Field(min_length=1)] | None = None
-    """the metric of the verdict, such as test/loss; null: accuracy, or the loss without one. Fixed
-    when a run is first planned
+    """the metric of the verdict, as test/loss; null: accuracy, else the loss. Fixed when a run is
+    first planned
     """
     margin: Annotated[str, BeforeValidator(_margin)] | None = None
     """0.5pp (percentage points), 0.01 or 2% of the control: arms that differ by less are equivalent
@@ -268,7 +268,7 @@ class Settings:
     """
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
     """share of the training examples that is set aside: they are evaluated during training, the
-    test data once at the end; null: 0.2 if until or tune decides on them, otherwise 0
+    test data once at the end; null: 0.2 if until or tune decides on them, else 0
     """
     tune: Annotated[Grid, _parsed(Grid)] | None = None
     """train each arm with each of these values, and compare with its best on validation data:

@@ -54,7 +54,7 @@ def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
     text = gs.sites.outcomes(gs.Parameters(stage="step") | gs.Nodes("Relu"))
     assert "Parameters (step) acts in: eager; in-place consumer" in text
     assert "Nodes (backward, enter) acts in: eager" in text
-    assert "  refused in torch.compile inside the block: compiled code runs as one node." in text
+    assert "  refused in torch.compile inside the block: what is compiled runs as one node." in text
     assert "FSDP2: sharded" not in text
     assert "{" not in text
 

@@ -7,7 +7,7 @@ from gradsurg.torch_internals import compiling
 
 _LATE = "compiled code does not see hooks that come later"
 _BEFORE = "attach before its first call, or call torch.compiler.reset() in the block"
-_AS_ONE_NODE = "compiled code runs as one node. Use Outputs there."
+_AS_ONE_NODE = "what is compiled runs as one node. Use Outputs there."
 
 
 class OtherCode(Pitfall):
