@@ -60,16 +60,9 @@ class Hooked:
 def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     """Apply a transform to the gradient of a tensor, or to the gradients entering a node.
 
-    Return a handle, which is also a context manager; its `remove()` removes the hook.
-
-    Steps are not counted: `context.step` stays 0. Random numbers depend on how many places the
-    process has hooked before. Raises ValueError for a group transform.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> with gs.hook(x, gs.Clip(0.1)):
-    ...     x.sum().backward()
-    >>> x.grad
-    tensor([0.1000, 0.1000])
+    Return a handle, which is also a context manager; its `remove()` removes the hook. Steps are not
+    counted: `context.step` stays 0. Random numbers depend on how many places the process has hooked
+    before. Raises ValueError for a group transform.
     """
     if not isinstance(place, Tensor | Node):
         kind = "None" if place is None else f"a {type(place).__name__}"

@@ -72,9 +72,9 @@ class Intervention:
     `live.backward(losses)`. They are summed while its trigger does not fire.
 
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` is the selector's, by
-    default the first for the transform's scope; an aggregator has none. It and the fields below it
-    are derived from the others once, when the intervention is made. Raises ValueError if the
-    transform cannot act at the selector's stage or needs an input that the sites do not provide.
+    default the first for the transform's scope; an aggregator has none. Raises ValueError if the
+    transform cannot act at the selector's stage or needs something that the sites do not provide.
+    It and the fields below it follow from the others, and are found once, when it is made.
     """
 
     transform: Transform | Aggregator | GradCallable

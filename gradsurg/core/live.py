@@ -290,12 +290,12 @@ class Live:
         self.attachment.bind(optimizer, clock)
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Let stage `step` act now, instead of in the next step of the optimizer.
+        """Run interventions at stage `step` now, and not again in the next `optimizer.step()`.
 
-        For loops in which other code comes between, such as the clipping of a framework. It acts
-        for all optimizers, or for the given one. Gradients must be unscaled: with a GradScaler call
-        `scaler.unscale_(optimizer)` first. Raises RuntimeError if they are not, ValueError if no
-        optimizer is bound.
+        For loops in which something else comes between, such as the clipping of a framework. It
+        does so for all optimizers, or the given one. Gradients must be unscaled: with a GradScaler
+        call `scaler.unscale_(optimizer)` first. Raises RuntimeError if they are not, ValueError if
+        no optimizer is bound.
         """
         self.attachment.check_open()
         self.attachment.steps.run_before(optimizer, self.attachment.scaler)

@@ -46,12 +46,12 @@ def params_at(hook: PlacesHook) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A kind of site at the steps of the optimizers.
+    """A kind of site that acts around steps of the optimizers (unlike the trigger `gs.Steps`).
 
-    `make` gets an intervention and the first of the optimizers that hold its parameters. It returns
-    the functions that act on these before and after a step. `copies` is True if the values before
-    the step are needed. Unless `is_joint`, a group in several optimizers is refused, and sharded
-    parameters too.
+    `make` gets an intervention and the first of the optimizers that hold its parameters, and
+    returns the functions to call before and after a step. `copies` says that the values before the
+    step are needed. With `is_joint` a group may be in several optimizers, and parameters sharded:
+    it acts on `.grad`s, once for all optimizers. Otherwise both are refused.
     """
 
     door: Door
@@ -124,10 +124,9 @@ def _itself(param: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Access:
-    """How hooks read a tensor of a parameter, such as its gradient, and its value, and write a
-    result.
+    """How hooks read a tensor of a parameter (by default its `.grad`) and write the result.
 
-    `around` is entered while hooks run.
+    `value` reads the value of the parameter. `around` is entered while hooks run.
     """
 
     read: Callable[[Any], Tensor | None] = attrgetter("grad")  # Any: a parameter, here and below
@@ -236,9 +235,10 @@ def write_value(
 
 
 def access_to(door: Door, hook: PlacesHook) -> Access:
-    """Return how to read and write the `.grad`s: unchanged, as parts, or gathered.
+    """Return how to read and write the `.grad`s: as they are, their parts, or gathered.
 
-    Processes communicate at `step`, where all make the same decision; not at `accumulated`.
+    They are gathered at `step` alone, where all processes decide alike. At `accumulated` one of
+    them may not act, and the others would wait for it.
     """
     params, kind = params_at(hook), hook.places[0].kind
     sharded = [cast(Any, param) for param in params if autograd.is_sharded(param)]

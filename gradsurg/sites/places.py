@@ -465,13 +465,13 @@ class Leaf(Selector):
 class Hook(Protocol):
     """One function for all interventions at a place.
 
-    Attributes:
-        asks: The arguments that it needs besides the gradient.
-        stateful: The first transform or trigger that keeps a state for each site, as text.
-        varies: Why it may draw or decide differently in another process; empty if it does not.
-        unsteady: Why two calls with the same gradient may have different results; empty if not.
-        moment: The step, switches and fields, which also determine a result, compared by `==`; None
-            once one of the interventions was detached.
+    `asks` are the arguments that it needs besides the gradient. `stateful` is the first transform
+    or trigger that keeps a state for each site, as text: saved tensors refuse it. `varies` says why
+    it may draw or decide differently in another process, which parts of a sharded gradient must
+    not. `unsteady` says why two calls with the same gradient may have different results, which
+    those of a checkpoint must not. All three may be empty. `moment` is what else determines a
+    result (step, switches, fields), compared by `==` when a checkpoint computes activations again;
+    None once one of the interventions was detached.
     """
 
     @property
