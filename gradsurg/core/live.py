@@ -301,9 +301,7 @@ class Live:
         self.attachment.steps.run_before(optimizer, self.attachment.scaler)
 
     def close(self) -> None:
-        """Remove all hooks, and warn about interventions that did not act; later calls do
-        nothing.
-        """
+        """Remove all hooks, and warn about interventions that did not act; may be called again."""
         if not self._finalizer.alive:
             return  # it runs once: the surgery was closed before
         try:

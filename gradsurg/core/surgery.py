@@ -141,8 +141,7 @@ class Surgery:
                 one an aggregator draws new random numbers at each `live.backward`.
             clock: The optimizer, of several, whose steps are counted; by default the first.
             effects_every: Steps between measurements of effects; 0 measures none.
-            conflict_every: The conflict of several tasks is measured in each of these steps whose
-                number is a multiple of it.
+            conflict_every: The same for the conflict of several tasks, at steps of `effects_every`.
             shadow: Effects are measured, and gradients stay unchanged. To save time, the ledger
                 then counts only measured steps of a transform without a state whose trigger is
                 `Always`.

@@ -147,8 +147,7 @@ class Effects:
     def of_shards(
         self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
     ) -> Iterator[None]:
-        """Treat pairs added in the block as parts of gradients that are sharded over a process
-        group.
+        """Treat pairs added in the block as parts of gradients sharded over a process group.
 
         Their sums are added up over its processes when a step is counted, or read before that: all
         processes must do so, and add the same pairs. `sizes` are the numbers of entries of the
@@ -321,7 +320,7 @@ class Effects:
         ]
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
-        """Return quantiles of |g| before `transform`, from entries of a recent gradient of each
+        """Return quantiles of |g| before `transform`, from entries of recent gradients of each
         site.
         """
         slots = [slot for slot in self._slots if slot.transform == transform]

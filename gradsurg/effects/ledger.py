@@ -170,8 +170,7 @@ class Ledger:
             yield f"{intervention}: its trigger never fired in {calls} gradients{since}"
 
     def silent(self, intervention: str) -> str:
-        """Return the sites of an intervention at which no gradient passed, each with the known
-        reason.
+        """Return the sites of an intervention at which no gradient passed, with the known reasons.
 
         If a gradient passed at another site, those with a reason are in the table, and not listed.
         """

@@ -36,9 +36,8 @@ def effects_by_path(
 
     Numbers without a value are left out. A place is a site or, for a transform with more than
     MAX_SITES, one of `summarized`. With `log="sites"` it is always a site. Any other `log` is a
-    pattern, which adds the sites that match it to the summary. `seen` has a row of each site so
-    far, so that paths stay the same when a site has no gradient. Raises LookupError if no site
-    matches.
+    pattern, whose sites come beside the summary. `seen` has a row of each site so far, so that
+    paths stay the same when a site has no gradient. Raises LookupError if no site matches.
     """
     sites = {name: [str(row["site"]) for row in own] for name, own in by_transform(seen).items()}
     known = [site for own in sites.values() for site in own]
