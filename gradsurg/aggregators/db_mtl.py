@@ -31,10 +31,10 @@ class DBMTL(GramianAggregator):
     2308.12029), whose beta is `decay`. LibMTL's code differs: its mean starts at 0, so its first
     updates are shorter.
 
-    The state has the size of all rows, T x P. A mean of zero has weight 1. Identical tasks with
-    equal losses give a sum, opposite ones zero. A negative loss is an error. A NaN or infinity in a
-    loss or a row makes every weight NaN and keeps the state. A change of the number of tasks or
-    parameters is an error.
+    The state has the size of all rows, T x P. A mean of zero has weight 1. With equal losses
+    identical tasks give T times their mean y, opposite ones zero. A negative loss is an error. A
+    NaN or infinity in a loss or a row makes every weight NaN and keeps the state. A change of the
+    number of tasks or parameters is an error.
     """
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
