@@ -224,7 +224,7 @@ class Aggregation:
         texts = []
         if total["fallbacks"] or total["skipped"]:
             texts.append(
-                f"{self.label}: {total['fallbacks']} updates are less exact than others, as the "
+                f"{self.label}: {total['fallbacks']} updates are less exact, because the "
                 f"gradients were nearly dependent, and {total['skipped']} were skipped, as no "
                 "solver converged"
             )

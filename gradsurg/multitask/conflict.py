@@ -276,7 +276,7 @@ class Conflicts:
         self._evaluate()
         parts = [means.table(*key) for key, means in self._means.items()]
         if self._without_means:
-            parts.append(f"not in these means: {self._without_means} conflicts of further tasks")
+            parts.append(f"{self._without_means} conflicts of further tasks are not in these means")
         return "\n\n".join(parts) or "no conflict was measured"
 
     def _evaluate(self) -> None:

@@ -93,7 +93,7 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
     if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
             f"features: the losses {', '.join(losses)} separate inside one compiled graph, which "
-            "does not show where: compile the trunk and the heads apart, or use engine='full'"
+            "does not show where: compile the trunk and the heads separately, or use engine='full'"
         )
     entered_nodes = {edge.node for edge in edges.values()}
     next_edges = chain.from_iterable(node.next_functions for node in entered_nodes)

@@ -129,7 +129,7 @@ class SharedParameters(ParamSelector):
         if isinstance(aggregator, LossWeighting) and self != SharedParameters(reduce=self.reduce):
             raise ValueError(
                 f"{type(aggregator).__name__}: weights the losses, and so the gradients of all "
-                "parameters: it needs SharedParameters() without arguments but reduce"
+                "parameters: use SharedParameters() without arguments other than reduce"
             )
 
     def kind_at(self, stage: Stage | None) -> Kind:

@@ -159,8 +159,8 @@ class Flow:
         changed = {path: outcome for path, outcome in calls[0].items() if outcome.is_changed}
         if any(_facts(call) != _facts(calls[0]) for call in calls):
             why = (
-                "its module was called several times with a different outcome, and a recomputation "
-                "does not say which call it is. Choose all of its calls or none"
+                "its calls were transformed differently, and a recomputation does not say which "
+                "call it is. Select all calls of the module or none"
             )
         elif any(outcome.hook.moment != outcome.moment for outcome in changed.values()):
             why = "the step, a switch or the intervention changed since the forward"
@@ -185,8 +185,8 @@ class Flow:
                 why = "the block has ended between the forward and its backward"
             elif _facts(newest[0]) != _facts(record):
                 why = (
-                    "its module was called again since, and the step, a switch or the outcome was "
-                    "another one: run a backward before the next step"
+                    "its module was called again since, and the step, a switch or the result had "
+                    "changed: call backward() before the next step"
                 )
             else:
                 return

@@ -109,7 +109,7 @@ class _GradMode(TorchFunctionMode):
             if not self.door.picking_at(place):  # its intervention was removed
                 continue
             if not is_current:
-                self.door.note(CAPTURED, f"'{place.site}' was asked for and left alone: {CHANGED}")
+                self.door.note(CAPTURED, f"'{place.site}' was requested, not changed: {CHANGED}")
             elif grad is None:
                 self.door.note_no_gradient(place, UNUSED)
             elif kwargs.get("is_grads_batched"):

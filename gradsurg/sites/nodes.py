@@ -33,8 +33,8 @@ IN_COMPILED = (
     "torch.compile has compiled it, so that its operations are one node; use Outputs there"
 )
 ONE_NODE = (
-    "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
-    "there are others"
+    "it acted on nodes of code that torch.compile compiled, which combine many operations: eager "
+    "code has other nodes"
 )
 
 Register = Callable[[Node], object]

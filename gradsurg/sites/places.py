@@ -259,8 +259,8 @@ class Selector(ABC):
     def check_aggregator(self, aggregator: Aggregator) -> None:
         """Raise ValueError if the aggregator cannot act here."""
         raise ValueError(
-            f"{type(aggregator).__name__}: makes one gradient of those of several tasks, which is "
-            f"done at SharedParameters, found at={type(self).__name__}"
+            f"{type(aggregator).__name__}: an aggregator acts at SharedParameters, where it "
+            f"combines the gradients of several tasks, found at={type(self).__name__}"
         )
 
     def find(self, model: nn.Module) -> list[str]:

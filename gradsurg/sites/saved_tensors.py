@@ -28,8 +28,8 @@ VIEWS |= {"Transpose", "Unsqueeze", "UnsafeView", "View"}
 
 PARAMETRIZED = "the weights that a parametrization computes are taken for activations"
 COMPILED_SAVES = (
-    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
-    "than in eager, and other tensors in them"
+    "code that torch.compile compiled chooses which tensors it saves: there may be fewer sites "
+    "than in eager code, with other tensors"
 )
 
 ALL = ("activations", "parameters")
@@ -296,7 +296,7 @@ class SavedTensors(ModuleSelector):
         fields = ("types", "depth", "index", "call", "node")
         asked = [name for name in fields if getattr(self, name) not in (None, "*")]
         if self.pattern == BLOCK and asked:
-            raise Contradiction(asked[0], "pattern 'block' is all that is saved anywhere")
+            raise Contradiction(asked[0], "pattern 'block' selects all saved tensors")
 
     def kind_at(self, stage: Stage | None) -> Kind:
         mode = BLOCK if self.pattern == BLOCK else "module" if self.node is None else "node"
@@ -326,8 +326,8 @@ class SavedTensors(ModuleSelector):
             super().check(things, memory)
         elif any(BLOCK in named.names for named in modules_of(found[0].owners[0])):
             raise ValueError(
-                "SavedTensors: 'block' stands for all that is saved while the block is open, and "
-                "the model has a module of this name. Write 're:block' for the module"
+                "SavedTensors: 'block' selects all tensors saved while the block is open, and the "
+                "model has a module of this name. Write 're:block' for the module"
             )
 
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:

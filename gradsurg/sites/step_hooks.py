@@ -131,7 +131,7 @@ class OptimizerSteps:
         given = [unwrapped(each) for each in several]
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):
-            raise ValueError("the optimizers must differ, and clock be one of them")
+            raise ValueError("the optimizers must differ, and clock must be one of them")
         if self._steps:
             self.close()
         self.clock = counting
@@ -296,8 +296,8 @@ class OptimizerSteps:
             self.copies.pop(param, None)
         if step.skipped and step.give_back():
             raise RuntimeError(
-                f"a step was to be skipped, and {type(optimizer).__name__} has changed parameters "
-                "that had no gradient: it does not skip them, so choose another optimizer"
+                f"{type(optimizer).__name__} has changed parameters without a gradient in a step "
+                "that had to be skipped: choose an optimizer that leaves them unchanged"
             )
         tick = None if step.tick is None else step.tick()
         if tick is not None:

@@ -162,7 +162,7 @@ class Data:
         if self.heads is not None and "heads" in parameters:
             added["heads"] = self.heads
         if doubled := [name for name in added if name in fields]:
-            raise FieldError("", [(name, "is for the task to say") for name in doubled])
+            raise FieldError("", [(name, "is set by the task") for name in doubled])
         if not any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
             for name in added:
                 if name not in parameters:
