@@ -155,11 +155,11 @@ def t_critical(n: int, confidence: float = 0.95) -> float:
 def sign_flip_p_value(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of the sign-flip (one-sample permutation) test of zero mean.
 
-    The fraction of the 2^n sign vectors with |sum(s_i d_i)| >= |sum(d_i)|; Fisher (1935,
+    It is the fraction of the 2^n sign vectors with |sum(s_i d_i)| >= |sum(d_i)|; Fisher (1935,
     section 21). It is at least 2 / 2^n, so that n < 6 cannot reach 0.05. Exact for n <= 20. For
-    larger n the Monte Carlo estimate (b + 1) / (m + 1) of Phipson and Smyth (2010) from m = 99,999
-    sign vectors, always the same. The test is valid if the differences are symmetric about their
-    mean.
+    larger n it is the Monte Carlo estimate (b + 1) / (m + 1) of Phipson and Smyth (2010) from m =
+    99,999 sign vectors, always the same. The test is valid if the differences are symmetric about
+    their mean.
     """
     if not differences:
         raise ValueError("sign_flip_p_value needs at least one difference. Found none.")
@@ -178,11 +178,11 @@ def sign_flip_interval(
 ) -> tuple[float, float] | None:
     """Return the interval of the mean that inverts the sign-flip test; None if n is too small.
 
-    It holds each theta for which `sign_flip_p_value` of the differences minus theta is above
-    1 - `confidence`; so it excludes 0 if and only if their own p-value is at most that. Its ends
-    are order statistics of the means of subsets of the differences, the typical values of Hartigan
-    (1969): of all subsets for n <= 20, above of those that the test draws. For 95 % it needs
-    n >= 6. It is exact under the test's assumption of symmetry.
+    It holds each theta for which `sign_flip_p_value` of the differences minus theta is above 1 -
+    `confidence`; so it excludes 0 if and only if their own p-value is at most that. Its ends are
+    order statistics of the means of subsets of the differences, the typical values of Hartigan
+    (1969). For n <= 20 these are all subsets, for larger n those that the test draws. For 95 % it
+    needs n >= 6. It is exact under the test's assumption of symmetry.
     """
     _refuse_nonfinite("differences", differences)
     _refuse_confidence(confidence)
@@ -242,7 +242,7 @@ def finding(difference: Difference, q_value: float | None = None) -> str:
     """Return the direction of the difference, if it is clear.
 
     `identical`: all differences are zero. `too few seeds`: fewer than 6. `higher` or `lower`: the
-    sign-flip p-value, and `q_value` if given, is at most 0.05. Else `no clear difference`.
+    sign-flip p-value, and `q_value` if given, is at most 0.05. Otherwise `no clear difference`.
     """
     if not any(difference.differences):
         return "identical"
@@ -324,12 +324,12 @@ def detectable_effect(n: int, sd: float, power: float = 0.8, level: float = MAX_
     """Return the smallest true mean that the sign-flip test of n differences finds at a level.
 
     It finds it with probability `power` if the differences are normal with standard deviation `sd`.
-    None if n is too small to reach the level (for 0.05, n < 6). `level` = 0.05 / m is for the one
-    arm of m that differs alone, after `benjamini_hochberg`. Where only n equal signs reach it, the
-    effect is exact. Otherwise it is the t test's effect (noncentral t) at the largest p-value of
-    the sign-flip test below the level. It is divided by 1 - 0.2 / k^1.5 for the k p-values up to
-    there, because few p-values cost power. This fit is within 2 % of effects simulated for a power
-    of 0.8 and n from 7 to 10.
+    None if n is too small to reach the level (for 0.05, n < 6). Use `level` = 0.05 / m if of m arms
+    one alone differs, after `benjamini_hochberg`. Where only n equal signs reach it, the effect is
+    exact. Otherwise it is the t test's effect (noncentral t) at the largest p-value of the
+    sign-flip test below the level. It is divided by 1 - 0.2 / k^1.5 for the k p-values up to there,
+    because few p-values cost power. This fit is within 2 % of effects simulated for a power of 0.8
+    and n from 7 to 10.
     """
     if not 0 < power < 1:
         raise ValueError(f"power must be between 0 and 1. Found {power}.")
@@ -418,9 +418,9 @@ def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
 
     `by_seed[i]` holds the outcomes, or differences to the control, of seed i, one a dose. The test
     is the sign-flip test of a contrast with the maximin coefficients of Abelson and Tukey (1963),
-    which depend only on the order of the doses. There is a direction if three conditions hold. Its
-    p-value is at most 0.05. The means are extreme at the two ends. Between no two doses the outcome
-    moves the other way with a p-value of at most 0.05.
+    which depend only on the order of the doses. There is a direction if three conditions hold: the
+    p-value is at most 0.05, the means are extreme at the two ends, and between no two doses the
+    outcome moves the other way with a p-value of at most 0.05.
     """
     k = len(doses)
     if len(set(doses)) < max(k, 2):
@@ -504,10 +504,10 @@ def chances_of_interval(
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the probabilities that a new 95 % interval of the mean is inside, and is outside.
 
-    Inside from `low` to `high`, outside of it wholly; the interval is the t interval of as many new
-    values, which is 3 % shorter than the sign-flip test's at n = 8. Each is a pair: values
-    are drawn from a normal distribution of the measured mean and deviation, and of both from their
-    posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
+    Inside means from `low` to `high`, outside means wholly outside of it. The interval is the t
+    interval of as many new values, 3 % shorter than the sign-flip test's at n = 8. Each is a pair:
+    values are drawn from a normal distribution of the measured mean and deviation, and of both from
+    their posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
     """
     import numpy
 

@@ -40,7 +40,7 @@ def places(aggregator: object, memory: Sequence[str], tasks: Sequence[str], coun
 
 
 def memories(aggregator: object, memory: Sequence[str], tasks: Sequence[str]) -> Sequence[int]:
-    """Return the places of the memories among the tasks. Raises FieldError as `places`."""
+    """Return the places of the memories among the tasks. Raises FieldError like `places`."""
     return np.flatnonzero(places(aggregator, memory, tasks, len(tasks))).tolist()
 
 

@@ -22,22 +22,23 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class AGEM(GramianAggregator):
-    """g, or if g · g_ref < 0, g - (g · g_ref) / |g_ref|² g_ref.
+    """Project the current gradient to remove its conflict with the gradient of a memory.
 
-    g is the gradient of the current data, g_ref the gradient of a memory of earlier
-    data, which only constrains g and is not followed itself. Section 4 of Chaudhry et al., ICLR
-    2019 (arXiv 1812.00420). More than two tasks are refused: `GEM` has one g_ref for each earlier
-    task.
+    `memory` is the name of the loss of the memory. Without it the first task is the current data
+    and the second the memory, and a warning says so once, unless the name of the second begins with
+    `memory`. With `decay`, g_ref is a running mean, so that a small batch of the memory stands for
+    the earlier batches too.
 
-    With `decay`, g_ref is the running mean decay * g_ref + (1 - decay) * (the gradient of the
-    memory), which begins with the first one: so a small batch of the memory stands for the earlier
-    ones too, as where a model must retain what it knows. The state then has the size of both rows.
+    The result is g, or if g · g_ref < 0, g - (g · g_ref) / |g_ref|² g_ref. g is the gradient of the
+    current data. g_ref is the gradient of a memory of earlier data, which only constrains g and is
+    not followed itself. The running mean is decay * g_ref + (1 - decay) * (the gradient of the
+    memory). It begins with the first gradient, and the state has the size of both rows.
 
-    `memory` is the name of the loss of the memory. Without it the first task is g and the second
-    g_ref, and a warning says so once, unless the name of the second begins with `memory`.
+    Section 4 of Chaudhry et al., ICLR 2019 (arXiv 1812.00420).
 
-    A g_ref of zero imposes no constraint. Opposite gradients give zero, one task is unchanged. A
-    NaN or infinity makes every weight NaN.
+    A g_ref of zero imposes no constraint. Identical gradients and one task are unchanged, opposite
+    gradients give zero. A NaN or infinity makes every weight NaN. More than two tasks are refused:
+    `GEM` has one g_ref for each earlier task.
     """
 
     memory: Annotated[str, Field(min_length=1)] | None = None

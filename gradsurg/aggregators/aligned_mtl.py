@@ -21,14 +21,16 @@ class AlignedMTL(Preferring, Weighting):
 
     `preference` is p, by default 1 / T each, for their mean (as in the paper). `scale` selects
     sigma: the smallest singular value of J (`min`), the `median` one, or the root of the mean of
-    their squares (`rmse`). Algorithm 1 of Senushkin et al., CVPR 2023 (arXiv 2305.19000), has the
-    smallest; the official code has all three.
+    their squares (`rmse`).
 
-    For dependent gradients (judged by their cosines, so that a small gradient does not count as
-    dependent) G^(-1/2) is the pseudoinverse and sigma is taken over the nonzero singular values.
-    Zero gradients have weight zero. Without a preference parallel gradients, of the same or the
-    opposite sign, give their mean, and one task is unchanged. A NaN or infinity makes every weight
-    NaN.
+    Algorithm 1 of Senushkin et al., CVPR 2023 (arXiv 2305.19000), has the smallest; the official
+    code has all three.
+
+    For dependent gradients G^(-1/2) is the pseudoinverse, and sigma is taken over the nonzero
+    singular values. Dependence is judged by the cosines, so that a small gradient does not count as
+    dependent. Zero gradients have weight zero. Without a preference parallel gradients, of the same
+    or the opposite sign, give their mean, and one task is unchanged. A NaN or infinity makes every
+    weight NaN.
     """
 
     scale: Scale = "min"

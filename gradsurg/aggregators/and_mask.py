@@ -12,12 +12,15 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class AndMask(Entrywise):
-    """The mean of each entry over the T gradients where abs(mean of their signs) >= threshold.
+    """Return the mean of each entry where the signs of the T gradients agree, zero elsewhere.
 
-    Other entries are zero. AND-mask of Parascandolo et al., ICLR 2021 (arXiv 2009.00329), with
-    tasks, or the examples of a batch in `PerSample`, as environments. A zero has the sign 0, which
-    agrees with none. One gradient is unchanged. A NaN or an infinity makes its entry NaN or
-    infinite.
+    Entries with abs(mean of their signs) >= `threshold` agree.
+
+    AND-mask of Parascandolo et al., ICLR 2021 (arXiv 2009.00329), with tasks, or the examples of a
+    batch in `PerSample`, as environments.
+
+    A zero has the sign 0, which agrees with none. Identical gradients and one task are unchanged,
+    opposite ones give zero. A NaN or an infinity makes its entry NaN or infinite.
     """
 
     threshold: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -62,12 +62,16 @@ Weights that can be 0 for some losses, or underflow to it, are not strongly stat
 class AggregatorContext:
     """The step, the tasks and the losses that a call of an aggregator may read.
 
-    `step` is the number of optimizer steps done, `group` the name of the parameter group, `tasks`
-    the names of the rows in order, `losses` a tensor (T,) on the CPU. `start` is the index in the
-    group of the first column, for aggregators that are called on some columns at a time. `call` is
-    the number of updates since the last counted step; 0 if an optimizer was given. `selection`
-    describes the selector if it does not select all parameters: groups of two selections draw
-    different random numbers.
+    Args:
+        step: The number of optimizer steps done.
+        group: The name of the parameter group.
+        tasks: The names of the rows, in order.
+        losses: A tensor (T,) on the CPU.
+        start: The index in the group of the first column, for aggregators that are called on some
+            columns at a time.
+        call: The number of updates since the last counted step; 0 if an optimizer was given.
+        selection: The selector, unless it selects all parameters: groups of two selections draw
+            different random numbers.
     """
 
     step: int = 0
@@ -129,7 +133,7 @@ class Aggregator(ABC):
         return 1
 
     def loss_scale_error(self) -> str:
-        """Why a loss scale on the gradients changes the result; empty if it does not."""
+        """Return why a loss scale on the gradients changes the result; empty if it does not."""
         if "homogeneous" in self.properties:
             return ""
         return (
@@ -146,7 +150,7 @@ class Aggregator(ABC):
         return ()
 
     def order_note(self, tasks: Sequence[str]) -> str:
-        """The decision that the order of losses with these names makes; empty if it makes none."""
+        """Return the decision that the order of these losses makes; empty if it makes none."""
         return ""
 
     def init(self, num_tasks: int) -> AggregatorState:
@@ -214,7 +218,7 @@ class GramianAggregator(Aggregator):
 
 
 class Weighting(GramianAggregator):
-    """Base class of Gramian aggregators without state and randomness: implement `weights`."""
+    """Base class of Gramian aggregators without state or randomness: implement `weights`."""
 
     @abstractmethod
     def weights(self, gramian: Tensor) -> Tensor:
@@ -269,10 +273,12 @@ class Entrywise(Aggregator):
 
 @validated
 class NormMatchedSum(Aggregator):
-    """The direction of the sum of the gradients, with the norm of A(J).
+    """Give the sum of the gradients the norm of A(J), where A is the aggregator `of`.
 
     A control experiment: it separates the effect of an aggregator's direction from the effect of
-    its norm. A sum of zero stays zero; NaN and infinity propagate. Not for a `LossWeighting`, which
+    its norm.
+
+    A sum of zero stays zero; NaN and infinity propagate. A `LossWeighting` is refused, because it
     also changes the gradients of parameters that one task alone uses.
     """
 
@@ -325,9 +331,9 @@ def norm_matched_sums(blocks: Sequence[Block], grads: Sequence[Tensor]) -> list[
 class AggregationResult:
     """The combined gradient of each block, and the next state.
 
-    `weights` and `gramian` are None for aggregators without them. `on_rows` tells whether the
-    weights were computed from nearly dependent rows, `fell_back` whether that took a larger ridge
-    than the first.
+    `weights` and `gramian` are None for aggregators without them. `on_rows` is True if the weights
+    were computed from nearly dependent rows, and `fell_back` if that took a larger ridge than the
+    first.
     """
 
     grads: list[Tensor]
@@ -348,7 +354,7 @@ def combine_by_gramian(
 ) -> AggregationResult:
     """Combine the rows of J, given as blocks of columns and multiplied by a loss `scale`.
 
-    `drop` is that of `mapped`, for weights from the Gramian. Raises NotConverged if a solver does
+    `drop` is passed to `mapped`, for weights from the Gramian. Raises NotConverged if a solver does
     not find the weights.
     """
     before, mixing = state, aggregator.mixing(len(blocks[0]), state, context)
@@ -399,7 +405,7 @@ def _mixed(
 
 
 def check_one_kind(aggregator: Aggregator, blocks: Sequence[Block]) -> None:
-    """Raise TypeError for blocks of several dtypes or devices, which are no one matrix."""
+    """Raise TypeError for blocks of several dtypes or devices, which cannot form one matrix."""
     kinds = {f"{block[0].dtype} on {block[0].device}" for block in blocks}
     if len(kinds) > 1:
         raise TypeError(
@@ -409,7 +415,7 @@ def check_one_kind(aggregator: Aggregator, blocks: Sequence[Block]) -> None:
 
 
 def needs_rows(aggregator: GramianAggregator, gramian: Tensor) -> bool:
-    """Whether the rows are so nearly dependent that the Gramian does not determine the update."""
+    """Return whether nearly dependent rows leave the update undetermined by the Gramian."""
     return isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian)
 
 

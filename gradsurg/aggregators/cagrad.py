@@ -32,26 +32,36 @@ MAX_TURNS = 100
 
 @validated
 class CAGrad(Preferring, Weighting, SolvedOnRows):
-    """d = argmax min_i g_i · d over |d - g_0| <= c |g_0|, g_0 = Σ p_i g_i.
+    """d = argmax min_i g_i · d over |d - g_0| <= c |g_0|: the largest decrease of the worst task
+    near g_0.
 
-    `preference` is p, by default 1 / T each (the paper). In the paper's letters d = g_0 + c |g_0|
-    g_w / |g_w| with w = argmin of g_w · g_0 + c |g_0| |g_w| over the simplex. Algorithm 1 of Liu et
-    al., NeurIPS 2021 (arXiv 2110.14048). With c < 1 it converges where g_0 does; with c >= 1 no
-    task's loss increases. `rescale` divides d at the end: `none` (the paper, TorchJD), `1+c`, or
-    `1+c^2` (the default of the official code and of LibMTL).
+    `preference` is p in g_0 = Σ p_i g_i, by default 1 / T each (the paper). `rescale` divides d at
+    the end: `none` (the paper, TorchJD), `1+c`, or `1+c^2` (the default of the official code and of
+    LibMTL). `c` is the radius of the ball as a share of |g_0|: with c < 1 it converges where g_0
+    does, with c >= 1 no task's loss increases.
 
-    The maximizer is not unique if no direction improves every task (0 is in the convex hull of the
-    gradients, as always when one of them is zero) but some d in the ball make none worse: then d is
-    the one nearest to g_0, as in DualProj. Without a preference identical tasks, and one task, give
-    (1 + c) g, opposite ones with c >= 1 zero, and c = 0 is Mean. A NaN or infinity makes every
-    weight NaN.
+    In the paper's letters d = g_0 + c |g_0| g_w / |g_w|, where w minimizes g_w · g_0 + c |g_0|
+    |g_w| over the simplex.
 
-    Of three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
-    1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
-    of the gradients, by a QR decomposition in float64 and nonnegative least squares (chapter 23 of
-    Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14. The result is
-    exact for the gradients as given, but 0 counts as in their convex hull if a convex combination
-    of the unit gradients is shorter than eight roundings of their dtype (1e-13 for float64).
+    Algorithm 1 of Liu et al., NeurIPS 2021 (arXiv 2110.14048).
+
+    Without a preference identical tasks, and one task, give (1 + c) g, opposite ones with c >= 1
+    zero, and c = 0 is Mean. A NaN or infinity makes every weight NaN. The maximizer is not unique
+    if no direction improves every task (0 is in the convex hull of the gradients, as always when
+    one of them is zero) but some d in the ball make none worse. In that case d is the one nearest
+    to g_0, like in `DualProj`.
+
+    For three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
+    1e-6 T) the Gramian has too few digits. The same problem is then solved on a triangular factor
+    of the gradients, from a QR decomposition in float64. The solver is nonnegative least squares
+    (chapter 23 of Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14.
+    The result is exact for the gradients as given, with one exception. 0 counts as in their convex
+    hull if a convex combination of the unit gradients is shorter than eight roundings of their
+    dtype (1e-13 for float64).
+
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.CAGrad(c=0.5)(rows)
+    tensor([0.5000, 1.0000])
     """
 
     c: Annotated[float, Field(ge=0)] = 0.5
@@ -136,11 +146,11 @@ def _conflict_averse_rows(
     c: float,
     still: bool,
 ) -> Array:
-    """As `_conflict_averse`, for rows of any rank, from the unit rows themselves.
+    """Solve the problem of `_conflict_averse` for rows of any rank, from the unit rows themselves.
 
-    By the dual problem, in units of the smallest norm: x in the simplex minimizes |g_x + r e| for e
-    = g_0 / |g_0|, at the r with |g_x| = c r, and d = g_0 + |g_0| g_x / r. For given free rows r has
-    a closed form, so free rows and r are determined in turns, between bounds of r.
+    By the dual problem, in units of the smallest norm, x in the simplex minimizes |g_x + r e| for e
+    = g_0 / |g_0|, at the r with |g_x| = c r. Then d = g_0 + |g_0| g_x / r. For given free rows r
+    has a closed form, so free rows and r are determined in turns, between bounds of r.
     """
     center = mean @ unit
     size = sqrt(center @ center)

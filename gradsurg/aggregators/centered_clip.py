@@ -14,12 +14,17 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class CenteredClip(Weighting):
-    """`num_steps` of v <- v + 1 / T Σ_i (g_i - v) min(1, tau / |g_i - v|), from v = 0.
+    """Average the gradients, each clipped in its distance to the result.
 
-    A mean in which no task moves v by more than tau / T in a step, for tasks that may be faulty.
-    Algorithm 2 of Karimireddy, He and Jaggi, ICML 2021 (arXiv 2012.10333). There v starts from the
-    result of the step before, and the gradients are momenta; here it starts from zero, so one step
-    is the mean of the gradients clipped to the norm `tau`, and `tau` limits a step's length.
+    `tau` is the norm to which the distances are clipped. So no task moves the result by more than
+    tau / T in one of the `num_steps` steps, and some tasks may be faulty.
+
+    Each step is v <- v + 1 / T Σ_i (g_i - v) min(1, tau / |g_i - v|), and the first starts from v =
+    0.
+
+    Algorithm 2 of Karimireddy, He and Jaggi, ICML 2021 (arXiv 2012.10333). In the paper v starts
+    from the result of the step before, and the gradients are momenta. Here v starts from zero, so
+    one step is the mean of the gradients clipped to the norm tau, and tau limits a step's length.
 
     Zero gradients pull to zero. Identical tasks give that gradient, at a norm of `num_steps` tau at
     most; opposite ones of equal norm give zero. A NaN or infinity makes every weight NaN.

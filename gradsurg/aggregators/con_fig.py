@@ -14,16 +14,19 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class ConFIG(Preferring, Weighting):
-    """d = (Σ_i g_i · u) u, where u is U⁺ p normalized to length one; the rows of U are g_i / |g_i|.
+    """d = (Σ_i g_i · u) u, where the unit vector u has the same cosine to every gradient.
 
-    `preference` is p, the ratio of the cosines of d to the gradients, by default equal. Equation 2
-    of Liu et al., ICLR 2025 (arXiv 2408.11104). U⁺ p = Uᵀ (U Uᵀ)⁺ p, so the cosines of the
-    gradients suffice, and no decomposition of a T x P matrix is needed. If the gradients are
-    independent no task's loss increases.
+    `preference` is p, the ratio of the cosines of d to the gradients, by default equal.
 
-    For dependent gradients without such a direction u is the least-squares approximation, which may
-    conflict with some. Zero gradients are left out, with weight zero. Identical tasks give their
-    sum, opposite ones zero, one task is unchanged. A NaN or infinity makes every weight NaN.
+    u is U⁺ p normalized to length one, and the rows of U are g_i / |g_i|. U⁺ p = Uᵀ (U Uᵀ)⁺ p, so
+    the cosines of the gradients suffice, and no decomposition of a T x P matrix is needed.
+
+    Equation 2 of Liu et al., ICLR 2025 (arXiv 2408.11104).
+
+    If the gradients are independent no task's loss increases. For dependent gradients without such
+    a direction u is the least-squares approximation, which may conflict with some. Zero gradients
+    are left out, with weight zero. Identical tasks give their sum, opposite ones zero, one task is
+    unchanged. A NaN or infinity makes every weight NaN.
     """
 
     _: KW_ONLY

@@ -20,16 +20,19 @@ INNER = "of/"  # start of the keys of the state of the inner aggregator
 
 @validated
 class CRMOGM(GramianAggregator):
-    """w_k = alpha w_(k-1) + (1 - alpha) w^_k, with w^_k the weights of the aggregator `of`.
+    """Smooth the weights of the aggregator `of` over the steps: w_k = alpha w_(k-1) + (1 - alpha)
+    w^_k.
 
-    The first w is w^_1. Correlation-reduced multi-objective gradient manipulation: averaging makes
-    the weights nearly independent of the noise of one batch. Zhou et al., NeurIPS 2022 ("On the
-    Convergence of Stochastic Multi-Objective Gradient Manipulation and Beyond"), algorithm 1; there
-    alpha increases as the learning rate decreases, here it is constant.
+    w^_k are the weights that `of` computes at step k, and the first w is w^_1. Averaging makes the
+    weights nearly independent of the noise of one batch.
 
-    Weights that are not unique, as for dependent gradients, may differ between orders of the tasks.
-    Zero, identical and opposite gradients are those of `of`, and one task is unchanged if it is by
-    `of`. A NaN or infinity makes every weight NaN and keeps the state.
+    Correlation-reduced multi-objective gradient manipulation, algorithm 1 of Zhou et al., NeurIPS
+    2022 ("On the Convergence of Stochastic Multi-Objective Gradient Manipulation and Beyond"). In
+    the paper alpha increases as the learning rate decreases; here it is constant.
+
+    Zero, identical and opposite gradients are treated by `of`, and one task is unchanged if `of`
+    leaves it unchanged. A NaN or infinity makes every weight NaN and keeps the state. Weights that
+    are not unique, as happens for dependent gradients, may differ between orders of the tasks.
     """
 
     of: GramianAggregator

@@ -21,22 +21,25 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class DualProj(Preferring, Weighting, SolvedOnRows):
-    """The point nearest to g_0 = Σ p_i g_i among the d with g_j · d >= 0 for all j.
+    """Find the point nearest to g_0 = Σ p_i g_i among the d with g_j · d >= 0 for all j.
 
-    `preference` is p, by default 1 / T each, so that g_0 is the mean. w = argmin_{v >= p} vᵀ G v,
-    solved by an active set on the cosines, so the result conflicts with no task at any ratio of
-    norms. Equation 11 of Lopez-Paz and Ranzato, NeurIPS 2017 (arXiv 1706.08840), with g_0 in place
-    of the gradient of the current task (which `GEM` has).
+    `preference` is p, by default 1 / T each, so that g_0 is the mean.
+
+    The weights are w = argmin_{v >= p} vᵀ G v, solved by an active set on the cosines, so the
+    result conflicts with no task at any ratio of norms.
+
+    Equation 11 of Lopez-Paz and Ranzato, NeurIPS 2017 (arXiv 1706.08840), with g_0 in place of the
+    gradient of the current task (which `GEM` has).
 
     A zero gradient contributes nothing and imposes no constraint. Without a preference identical
     tasks give their mean, opposite ones zero, one task is unchanged. For dependent gradients the
     weights are not unique, but the result is. A NaN or infinity makes every weight NaN.
 
-    Of three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
-    1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
-    of the gradients, by a QR decomposition in float64 and nonnegative least squares (chapter 23 of
-    Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14. The result is
-    exact for the gradients as given, with their rounding, and no longer than g_0.
+    For three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
+    1e-6 T) the Gramian has too few digits. The same problem is then solved on a triangular factor
+    of the gradients, from a QR decomposition in float64. The solver is nonnegative least squares
+    (chapter 23 of Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14.
+    The result is exact for the gradients as given, with their rounding, and no longer than g_0.
     """
 
     _: KW_ONLY

@@ -23,12 +23,17 @@ EPS = 1e-8
 
 @validated
 class DWA(LossWeighting):
-    """Weights w_k = T softmax(r_k / temperature), r_k = L_k(t-1) / L_k(t-2), for T tasks.
+    """Give larger weights to losses that decrease slowly: w_k = T softmax(r_k / temperature).
 
-    L_k(t) is the mean loss of task k over period t; the weights are 1 in the first two. Dynamic
-    weight averaging, Liu, Johns and Davison, CVPR 2019 (arXiv 1803.10704), equation 7, with their
-    temperature of 2. There a period is an epoch: set `period` to the steps of an epoch. With the
-    single losses of two steps (`period` 1) the noise between batches decides.
+    `period` is the number of steps over which each loss is averaged. With the single losses of two
+    steps (`period` 1) the noise between batches decides.
+
+    r_k = L_k(t-1) / L_k(t-2), where L_k(t) is the mean loss of task k over period t. The weights
+    are 1 in the first two periods.
+
+    Dynamic weight averaging, Liu, Johns and Davison, CVPR 2019 (arXiv 1803.10704), equation 7, with
+    their temperature of 2. Their period is an epoch: set `period` to the steps of an epoch for
+    that.
 
     1e-8 is added to each mean loss, so zero is allowed. A negative loss is an error. A loss that is
     NaN or infinite leaves the weights and the state as they are. One task has weight 1. A change of

@@ -21,15 +21,18 @@ EPS = 1e-7
 
 @validated
 class ExcessMTL(Aggregator):
-    """Weights w_i multiplied by exp(lr e_i / e_i(1)) at each call, then normalized to a sum of T.
+    """Give larger weights to tasks that are far from their optimum, by the estimated excess risk.
 
-    e_i = g_iᵀ diag(S_i + 1e-7)^(-1/2) g_i estimates the excess risk of task i, how far its loss is
-    from its optimum; S_i is the sum of the squares of its gradients so far, entry by entry, as in
-    Adagrad. e_i(1) is that of the first call, whose weights are 1. He et al., ICML 2024 (arXiv
-    2402.02009), algorithm 1, as in LibMTL.
+    Each w_i is multiplied by exp(lr e_i / e_i(1)) at each call, then the weights are normalized to
+    a sum of T. Here e_i = g_iᵀ diag(S_i + 1e-7)^(-1/2) g_i estimates the excess risk of task i, how
+    far its loss is from its optimum. S_i is the sum of the squares of its gradients so far, entry
+    by entry, as Adagrad does. The divisor e_i(1) is the estimate of the first call, whose weights
+    are 1.
 
-    The state has the size of all rows, T x P. A task whose first gradient is zero has e_i(1) = 1;
-    a zero gradient does not change its weight before normalization. If an entry is NaN or infinite
+    Algorithm 1 of He et al., ICML 2024 (arXiv 2402.02009), in the form that LibMTL has.
+
+    The state has the size of all rows, T x P. A task whose first gradient is zero has e_i(1) = 1; a
+    zero gradient does not change its weight before normalization. If an entry is NaN or infinite
     the result is the sum with the weights so far, and the state is kept. One task has weight 1. A
     change of the number of tasks or parameters is an error. Refused with a loss scale.
     """

@@ -20,16 +20,18 @@ LARGEST_POWER = 1e10
 class FairGrad(Weighting):
     """w > 0 with G w = w^(-1/alpha), entry by entry: the alpha-fair direction in a ball.
 
-    Solved by Newton's method, to about 1e-7 except for negligible weights. alpha near 0 gives the
-    sum, or where the sum conflicts with a task the nearest direction that does not (as in
-    DualProj); 1 is NashMTL; towards infinity the worst task decides, as in MGDA. Equation 4 of Ban
-    and Ji, ICML 2024 (arXiv 2402.15638). As in the official code |d| is limited to `max_norm`; 0
-    means no limit.
+    `alpha` near 0 gives the sum, or where the sum conflicts with a task the nearest direction that
+    does not (see `DualProj`). An `alpha` of 1 gives `NashMTL`. Towards infinity the worst task
+    decides, like in `MGDA`. The norm of the result is limited to `max_norm`, with 0 for no limit,
+    like in the official code.
+
+    Equation 4 of Ban and Ji, ICML 2024 (arXiv 2402.15638), solved by Newton's method to about 1e-7
+    except for negligible weights.
 
     If no direction improves every task (0 is in the convex hull of the gradients) there is no
-    solution, and the weights are zero, as for opposite tasks. Zero gradients have weight zero.
-    Identical tasks, and one task, give the direction of their gradient. A NaN or infinity makes
-    every weight NaN.
+    solution, and the weights are zero. Opposite tasks are such a case. Zero gradients have weight
+    zero. Identical tasks, and one task, give the direction of their gradient. A NaN or infinity
+    makes every weight NaN.
     """
 
     alpha: Annotated[float, Field(gt=0)] = 1.0

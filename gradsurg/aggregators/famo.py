@@ -25,20 +25,23 @@ EPS = 1e-8
 
 @validated
 class FAMO(LossWeighting):
-    """Weights w_i = c z_i / l_i with z = softmax(xi) and c = 1 / sum(z_i / l_i).
+    """Decrease all losses at equal rates, with weights w_i = c z_i / l_i learned from the losses
+    alone.
 
-    The logits xi start at 0. Adam with `lr` and weight decay `gamma` follows the gradient of sum
-    z_i(xi) (log l_i(t) - log l_i(t+1)): the weight of the slowest task grows. Liu et al., NeurIPS
-    2023 (arXiv 2306.03792), algorithm 1, equations 8 to 10, with the defaults of the authors' class
-    `FAMO` (copies of it for benchmarks have gamma=1e-5). There l(t+1) is the loss of the same batch
-    after the step, at the cost of one more forward pass; here it is the loss of the next call, so
-    the noise between batches is included.
+    z = softmax(xi) and c = 1 / sum(z_i / l_i). The logits xi start at 0. Adam with `lr` and weight
+    decay `gamma` follows the gradient of sum z_i(xi) (log l_i(t) - log l_i(t+1)), so the weight of
+    the slowest task grows.
+
+    Liu et al., NeurIPS 2023 (arXiv 2306.03792), algorithm 1, equations 8 to 10, with the defaults
+    of the authors' class `FAMO` (copies of it for benchmarks have gamma=1e-5). In the paper l(t+1)
+    is the loss of the same batch after the step, at the cost of one more forward pass. Here it is
+    the loss of the next call, so the noise between batches is included.
 
     The authors' class also clips the gradient of the shared parameters to a norm of 1 (`max_norm`).
     For this add a transform after the aggregator: `gs.Intervention(gs.ClipGlobalNorm(1.0),
-    at=gs.Parameters("trunk.*", stage="step"))`, where `trunk` holds the shared parameters; on the
-    command line `transform=clip_global_norm transform.clip_global_norm.max_norm=1 site.stage=step
-    'site.pattern=trunk.*'`.
+    at=gs.Parameters("trunk.*", stage="step"))`, where `trunk` holds the shared parameters. On the
+    command line this is `transform=clip_global_norm transform.clip_global_norm.max_norm=1
+    site.stage=step 'site.pattern=trunk.*'`.
 
     1e-8 is added to each loss, so zero is allowed. A negative loss is an error: subtract its lower
     bound. If a loss is NaN or infinite all weights are NaN and the state is kept. One task has

@@ -23,12 +23,13 @@ Weights = Annotated[tuple[float, ...], Field(min_length=1)]
 
 @validated
 class FixedWeights(LossWeighting):
-    """The weighted sum of the gradients, with one number for each task, in order or by name.
+    """Sum the gradients with one constant weight for each task, given in order or by name.
 
     `FixedWeights({"first": 1.0, "second": 0.5})` is the same as `FixedWeights((1.0, 0.5),
     tasks=("first", "second"))`, and must name every task. None means a weight of one for each task.
-    Weights may have any sign and any sum. A wrong number of tasks is an error. A NaN stays in its
-    columns, also under a weight of 0.
+    Weights may have any sign and any sum.
+
+    A wrong number of tasks is an error. A NaN stays in its columns, also under a weight of 0.
     """
 
     weights: Weights | None

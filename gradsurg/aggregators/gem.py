@@ -31,23 +31,25 @@ Name = Annotated[str, Field(min_length=1)]
 
 @validated
 class GEM(GramianAggregator, SolvedOnRows):
-    """The point nearest to g among the d with g_k · d >= 0 for all memories k.
+    """Find the point nearest to g among the d with g_k · d >= 0 for all memories k.
 
-    g is the gradient of the current data; the others are memories of earlier data, which only
-    constrain g. d = g + Σ v_k g_k with v >= 0 the minimizer of |d|. Equations 8 to 12 of Lopez-Paz
-    and Ranzato, NeurIPS 2017 (arXiv 1706.08840), solved by an active set on the cosines. Their code
-    asks for v_k >= `margin` instead (0.5 in their experiments, "memory strength"), which adds
-    margin g_k of each memory to g before the projection, and 1e-3 to the diagonal of the problem,
-    which is left out here. With one memory and no margin it is `AGEM`.
+    `memory` has the names of all losses except g's; a memory that is not among the losses of a call
+    imposes no constraint. Without it the first task is g, and a warning says so once, unless the
+    names of the others begin with `memory`. With a `margin`, margin g_k of each memory is added to
+    g before the projection.
 
-    `memory` has the names of all losses except g's; a memory that is not among the losses of a
-    call imposes no constraint. Without it the first task is g, and a warning says so once, unless
-    the names of the others begin with `memory`.
+    g is the gradient of the current data; the g_k are those of memories of earlier data, which only
+    constrain g. d = g + Σ v_k g_k with v >= 0 the minimizer of |d|, solved by an active set on the
+    cosines. With one memory and no margin it is `AGEM`.
+
+    Equations 8 to 12 of Lopez-Paz and Ranzato, NeurIPS 2017 (arXiv 1706.08840). The authors' code
+    asks for v_k >= `margin` in place of v >= 0 (0.5 in their experiments, "memory strength"), which
+    has the effect above. It also adds 1e-3 to the diagonal of the problem, which is left out here.
 
     Without memories g is unchanged, a zero memory imposes no constraint, opposite gradients give
     zero. With a margin the result may conflict with g. For dependent gradients the weights are not
     unique, but the result is. A NaN or infinity makes every weight NaN. Three or more nearly
-    dependent gradients are solved on a triangular factor of them, as in `DualProj`.
+    dependent gradients are solved on a triangular factor of them, see `DualProj`.
     """
 
     margin: Annotated[float, Field(ge=0)] = 0.0

@@ -17,10 +17,12 @@ EPS = 1e-8
 
 @validated
 class GeometricMean(LossWeighting):
-    """The gradient of (Π (L_i + 1e-8))^(1/T): weights M / (T (L_i + 1e-8)), with M that mean.
+    """Follow the gradient of the geometric mean of the losses, M = (Π (L_i + 1e-8))^(1/T).
 
-    A factor on one loss scales the update, and does not change its direction. Equation 2 of
-    Chennupati et al., CVPR workshops 2019 (arXiv 1904.08492).
+    The weights are M / (T (L_i + 1e-8)). A factor on one loss scales the update, and does not
+    change its direction.
+
+    Equation 2 of Chennupati et al., CVPR workshops 2019 (arXiv 1904.08492).
 
     A loss of zero takes nearly all the weight. A negative loss is an error; a NaN or infinity makes
     every weight NaN. One task has weight 1.

@@ -22,15 +22,16 @@ MAX_STEPS = 100
 class GeometricMedian(Weighting):
     """d = argmin Σ_i |d - g_i|, for tasks of which fewer than half may be faulty.
 
-    A faulty gradient has the same effect at any length. Aggregation rule of Pillutla, Kakade and
-    Harchaoui, IEEE Transactions on Signal Processing 2022 (arXiv 1912.13445), who approximate it by
-    three steps of a smoothed Weiszfeld algorithm; here it is solved up to rounding, by Newton's
-    method if no gradient is itself the median.
+    A faulty gradient has the same effect at any length.
 
-    The median is not unique if all gradients lie on a line and their number is even, as for two
-    tasks: then it is the midpoint of the two inner ones. Identical tasks give that gradient, one
-    task is unchanged, and more zero gradients than others give zero. Gradients closer than 1e-7 of
-    their norms count as one. A NaN or infinity makes every weight NaN.
+    Aggregation rule of Pillutla, Kakade and Harchaoui, IEEE Transactions on Signal Processing 2022
+    (arXiv 1912.13445). They approximate it by three steps of a smoothed Weiszfeld algorithm. Here
+    it is solved up to rounding, by Newton's method if no gradient is itself the median.
+
+    The median is not unique if all gradients lie on a line and their number is even, which includes
+    two tasks: then it is the midpoint of the two inner ones. Identical tasks give that gradient,
+    one task is unchanged, and more zero gradients than others give zero. Gradients closer than 1e-7
+    of their norms count as one. A NaN or infinity makes every weight NaN.
     """
 
     tags = frozenset({"permutation_invariant", "homogeneous", "deterministic"})
@@ -67,8 +68,8 @@ def _median(matrix: Array) -> Array:
 
 
 def _descend(matrix: Array, w: Array) -> Array:
-    """Return the weights of the median from those of a point below all gradients' sums of
-    distances.
+    """Return the weights of the median, from a point whose sum of distances is below that of every
+    gradient.
     """
     eye, size = np.eye(len(w)), np.inf
     distances = _norms(w - eye, matrix)

@@ -22,18 +22,22 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @validated
 class GradDrop(Entrywise):
-    """sum_i (l_i + (1 - l_i) M_i) g_i in each entry, where the mask M_i keeps one of the two signs.
+    """Keep the values of one sign in each entry, chosen at random by the share of that sign.
 
-    The positive values are kept if P > 1 - U, else the negative ones: U is uniform on [0, 1) and P
-    = (1 + sum g_i / sum |g_i|) / 2. `leak` is l, one number for all tasks or one for each: the
-    share that passes whatever its sign. Chen et al., NeurIPS 2020 (arXiv 2010.06808), equation 1
-    and algorithm 1 with f(P) = P, applied to gradients of parameters.
+    `leak` is l, one number for all tasks or one for each: the share that passes whatever its sign.
 
-    Computed without the division in P, so tiny gradients keep their probabilities; where all tasks
-    agree on the sign the entry is always their sum. Entries draw from generators of (seed, group,
-    step, block), so splitting the columns changes nothing but the rounding of sums; another device
-    draws different numbers. A zero contributes nothing, a NaN makes its column NaN, one task is
-    unchanged. Subnormal entries may be dropped.
+    The result is sum_i (l_i + (1 - l_i) M_i) g_i, where the mask M_i keeps one of the two signs.
+    With U uniform on [0, 1) and P = (1 + sum g_i / sum |g_i|) / 2, the positive values are kept if
+    P > 1 - U, otherwise the negative ones.
+
+    Chen et al., NeurIPS 2020 (arXiv 2010.06808), equation 1 and algorithm 1 with f(P) = P, applied
+    to gradients of parameters.
+
+    Where all tasks agree on the sign the entry is always their sum. P is not computed by a
+    division, so tiny gradients keep their probabilities. Entries draw from generators of (seed,
+    group, step, block), so splitting the columns changes nothing but the rounding of sums; another
+    device draws different numbers. A zero contributes nothing, a NaN makes its column NaN, one task
+    is unchanged. Subnormal entries may be dropped.
     """
 
     _: KW_ONLY

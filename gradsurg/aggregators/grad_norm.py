@@ -21,26 +21,30 @@ from gradsurg.plugins.fields import validated
 
 EPS = 1e-8
 LEAST_SHARE = 1e-3
-"""Lower bound of a weight, as a fraction of the mean weight."""
+"""The smallest weight, as a fraction of the mean weight."""
 
 
 @validated
 class GradNorm(GramianAggregator):
-    """Weights w that minimize sum_i |w_i n_i - m r_i^alpha|, n_i = |g_i|, one gradient step a call.
+    """Learn weights w that balance the norms w_i |g_i| of the gradients and the rates of training.
 
-    m is the mean of w_i n_i; r_i is the loss of task i over its first loss, divided by the mean of
-    these ratios; the target m r_i^alpha is treated as a constant. w starts at 1 and is normalized
-    to a sum of T after each step. Chen et al., ICML 2018 (arXiv 1711.02257), equations 1 and 2 and
-    algorithm 1; alpha 1.5 is that of their NYUv2 experiments. A call returns the weights learned
-    before it. Equation 1 weights the whole loss; here w weights the gradients of the shared
-    parameters, and parameters of one task, such as its head, get the unweighted gradient of that
-    task.
+    `alpha` is the strength with which tasks that learn slowly are favoured; with 0 all norms become
+    equal. `lr` is the step size of Adam on w, which does not depend on the scale of the gradients.
 
-    The step is Adam's with `lr`, which does not depend on the scale of the gradients, and a weight
-    stays above a thousandth of the mean weight. Losses must be >= 0; 1e-8 is added to them, so a
-    first loss of zero is allowed. If a norm or a loss is NaN or infinite the weights and the state
-    are kept. A zero gradient does not raise its weight. One task has weight 1. A change of the
-    number of tasks is an error.
+    Each call makes one gradient step on w to minimize sum_i |w_i n_i - m r_i^alpha|, with n_i =
+    |g_i|. Here m is the mean of w_i n_i. The ratio r_i is the loss of task i over its first loss,
+    divided by the mean of these ratios over the tasks. The target m r_i^alpha is treated as a
+    constant. w starts at 1 and is normalized to a sum of T after each step. A call returns the
+    weights learned before it. A weight stays above a thousandth of the mean weight.
+
+    Chen et al., ICML 2018 (arXiv 1711.02257), equations 1 and 2 and algorithm 1; the default alpha,
+    1.5, is the value of their NYUv2 experiments. Equation 1 weights the whole loss. Here w weights
+    the gradients of the shared parameters, and parameters of one task, such as its head, get the
+    unweighted gradient of that task.
+
+    Losses must be >= 0; 1e-8 is added to them, so a first loss of zero is allowed. If a norm or a
+    loss is NaN or infinite the weights and the state are kept. A zero gradient does not raise its
+    weight. One task has weight 1. A change of the number of tasks is an error.
     """
 
     _: KW_ONLY

@@ -21,19 +21,24 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class GradVac(GramianAggregator):
-    """As PCGrad, with the moving average m_ij of each cosine as target instead of zero.
+    """Rotate each gradient towards the others, up to the moving average m_ij of their cosine.
 
-    For each g_i and all other g_j, in turn: with c = cos(g_i, g_j), if c < m_ij, g_i += |g_i| (m
-    sqrt(1 - c²) - c sqrt(1 - m²)) / (|g_j| sqrt(1 - m²)) g_j, after which their cosine is m; then
-    m_ij = (1 - beta) m_ij + beta c. The result is the sum of the g_i. Algorithm 1 of Wang et al.,
-    ICLR 2021 (arXiv 2010.05874), with the paper's beta; LibMTL updates m only where c < m, and has
-    beta = 0.5.
+    It is `PCGrad` with m_ij as the target of each cosine instead of zero, and with the same choices
+    of `order`.
 
-    The state is m (T, T), zeros at first: the first call is PCGrad. As with PCGrad, the result for
-    three or more tasks can conflict with one of them. A zero gradient has cosine zero to all others
-    and is left out. Identical tasks give their sum, opposite tasks cancel, one task is unchanged.
-    If m is 1 no multiple of g_j reaches it, and nothing is added. A NaN or infinity makes every
-    weight NaN and keeps the state.
+    For each g_i and all other g_j, in turn, let c = cos(g_i, g_j) and m = m_ij. If c < m, add |g_i|
+    (m sqrt(1 - c²) - c sqrt(1 - m²)) / (|g_j| sqrt(1 - m²)) g_j to g_i, after which their cosine is
+    m. Then m_ij moves towards c by the share `beta`: m_ij = (1 - beta) m_ij + beta c. The result is
+    the sum of the g_i.
+
+    Algorithm 1 of Wang et al., ICLR 2021 (arXiv 2010.05874), with the paper's beta; LibMTL updates
+    m only where c < m, and has beta = 0.5.
+
+    The state is m (T, T), zeros at first: the first call is PCGrad. For three or more tasks the
+    result can conflict with one of them, which also holds for PCGrad. A zero gradient has cosine
+    zero to all others and is left out. Identical tasks give their sum, opposite tasks cancel, one
+    task is unchanged. If m is 1 no multiple of g_j reaches it, and nothing is added. A NaN or
+    infinity makes every weight NaN and keeps the state.
     """
 
     beta: Annotated[float, Field(gt=0, le=1)] = 0.01

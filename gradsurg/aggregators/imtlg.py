@@ -10,11 +10,13 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class IMTLG(Weighting):
-    """d = Σ w_i g_i with Σ w_i = 1 whose projections d · u_i on all u_i = g_i / |g_i| are equal.
+    """d = Σ w_i g_i with Σ w_i = 1 and equal projections d · u_i on all u_i = g_i / |g_i|.
 
-    w is G⁻¹ diag(norms) 1, normalized. Equations 4 and 5 of Liu et al., ICLR 2021 ("Towards
-    Impartial Multi-task Learning", the gradient part). Weights may be negative: if the norms differ
-    much the common projection can be negative too, so that every task's loss increases.
+    w is G⁻¹ diag(norms) 1, normalized. Weights may be negative. If the norms differ much the common
+    projection can be negative too, so that every task's loss increases.
+
+    Equations 4 and 5 of Liu et al., ICLR 2021 ("Towards Impartial Multi-task Learning", the
+    gradient part).
 
     For dependent gradients without such a d its projections are equal in the least-squares sense.
     Zero gradients are left out, with weight zero. Identical tasks give that gradient, opposite ones

@@ -14,14 +14,22 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Krum(Weighting):
-    """The mean of the `num_selected` rows closest to their T - num_byzantine - 2 nearest
+    """Average the `num_selected` gradients that are closest to their T - num_byzantine - 2 nearest
     neighbours.
 
-    Closeness is the sum of squared distances; the first of equal rows is selected. Section 4 of
-    Blanchard et al., NeurIPS 2017, for `num_selected` = 1; a larger number is its Multi-Krum.
+    `num_byzantine` is the number of tasks that may be faulty.
+
+    Closeness is the sum of squared distances; the first of equal rows is selected.
+
+    Section 4 of Blanchard et al., NeurIPS 2017, for `num_selected` = 1; a larger number is its
+    Multi-Krum.
 
     Zero, identical and opposite gradients are treated like any others. Raises ValueError for fewer
     than num_byzantine + 3 tasks, so for one or two. A NaN or infinity makes every weight NaN.
+
+    >>> rows = torch.tensor([[1.0, 1.0], [1.0, 1.1], [1.0, 0.9], [9.0, -9.0]])
+    >>> gs.Krum(1)(rows)
+    tensor([1., 1.])
     """
 
     num_byzantine: Annotated[int, Field(ge=0)] = 0

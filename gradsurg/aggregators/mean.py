@@ -14,9 +14,14 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Mean(LossWeighting):
-    """The mean of the gradients, w = 1/T: the gradient of the mean of the losses.
+    """Average the gradients: w = 1/T gives the gradient of the mean of the losses.
 
-    One task is unchanged, a NaN stays in its columns.
+    Identical tasks, and one task, give that gradient; opposite ones give zero. A NaN stays in its
+    columns.
+
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.Mean()(rows)
+    tensor([0., 1.])
     """
 
     tags = FIXED_WEIGHT_PROPERTIES

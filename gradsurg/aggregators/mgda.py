@@ -13,20 +13,25 @@ from gradsurg.plugins.fields import Contradiction, validated
 
 @validated
 class MGDA(Preferring, Weighting):
-    """w = argmin wᵀ G w over w >= 0, Σ w_i = 1: the minimum-norm point of the gradients' convex
-    hull.
-
-    Solved to machine precision by an active set. No task's loss increases, and the result is zero
-    where no direction improves every task, so training stops at the first Pareto-stationary point.
-    It is dominated by the smallest gradients. Désidéri, Comptes Rendus Mathématique 2012; equation
-    3 of Sener and Koltun, NeurIPS 2018 (arXiv 1810.04650), without their normalizations of the
+    """w = argmin wᵀ G w over the simplex: the minimum-norm point of the convex hull of the
     gradients.
 
     With a `preference` p > 0, one number for each task, it is the minimum-norm point of the hull of
-    the p_i g_i, the gradients of the losses p_i l_i: a larger p_i gives task i a smaller weight.
+    the p_i g_i, the gradients of the losses p_i l_i. So a larger p_i gives task i a smaller weight.
+
+    The simplex has w >= 0 and Σ w_i = 1. Solved to machine precision by an active set. No task's
+    loss increases, and the result is zero where no direction improves every task, so training stops
+    at the first Pareto-stationary point. It is dominated by the smallest gradients.
+
+    Désidéri, Comptes Rendus Mathématique 2012; equation 3 of Sener and Koltun, NeurIPS 2018 (arXiv
+    1810.04650), without their normalizations of the gradients.
 
     A zero gradient takes all the weight and the result is zero. Identical tasks give that gradient,
     opposite ones zero, one task is unchanged. A NaN or infinity makes every weight NaN.
+
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.MGDA()(rows)
+    tensor([0.5000, 0.5000])
     """
 
     _: KW_ONLY

@@ -21,18 +21,20 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class MoCo(GramianAggregator):
-    """d = Yᵀ w: w on the simplex follows the minimum-norm combination of running means Y of J.
+    """d = Yᵀ w, where w follows the minimum-norm combination of running means Y of the gradients J.
 
-    At call t = 1, 2 and so on: y_i <- y_i + b (g_i - y_i), then w <- Π(w - c (Y Yᵀ + rho I) w),
-    with b = beta / t^decay, c = gamma / t^decay and Π the Euclidean projection on the simplex; Y is
-    0 and w is 1 / T each at first. Algorithm 1 of Fernando et al., ICLR 2023 ("Mitigating Gradient
-    Bias in Multi-objective Learning"), with the defaults of LibMTL. LibMTL's code differs: it takes
-    a softmax for Π, and g_i / |g_i| times the loss L_i in place of g_i. The means take out the bias
-    that the noise of a batch gives to w.
+    At call t = 1, 2 and so on, y_i <- y_i + b (g_i - y_i), then w <- Π(w - c (Y Yᵀ + rho I) w).
+    Here b = beta / t^decay, c = gamma / t^decay, and Π is the Euclidean projection on the simplex.
+    At first Y is 0 and w is 1 / T each. The means take out the bias that the noise of a batch gives
+    to w.
 
-    The state has the size of all rows, T x P. As Y begins at 0 the first updates are short. A NaN
-    or infinity makes every weight NaN and keeps the state. A change of the number of tasks or
-    parameters is an error.
+    Algorithm 1 of Fernando et al., ICLR 2023 ("Mitigating Gradient Bias in Multi-objective
+    Learning"), with the defaults of LibMTL. LibMTL's code differs: it takes a softmax for Π, and
+    normalized gradients times the losses, L_i g_i / |g_i|, in place of g_i.
+
+    The state has the size of all rows, T x P. As Y begins at 0 the first updates are short, also
+    for one task. Opposite tasks give zero. A NaN or infinity makes every weight NaN and keeps the
+    state. A change of the number of tasks or parameters is an error.
     """
 
     beta: Annotated[float, Field(gt=0, le=1)] = 0.5

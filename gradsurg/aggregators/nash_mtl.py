@@ -22,16 +22,23 @@ from gradsurg.plugins.fields import validated
 class NashMTL(GramianAggregator):
     """w > 0 with G w = 1 / w, entry by entry: the Nash bargaining solution in a ball.
 
+    `normalize` divides G by its Frobenius norm first, which multiplies the weights by sqrt(|G|);
+    without it |d| is always sqrt(T). Then |d| is limited to `max_norm`, with 0 for no limit.
+    Weights are reused for `update_weights_every` calls. All three are in the official code.
+
     Solved to machine precision by Newton's method. The direction does not depend on the norms of
-    the gradients. Claim 3.1 and algorithm 1 of Navon et al., ICML 2022 (arXiv 2202.01017). As in
-    the official code, `normalize` divides G by its Frobenius norm first, which multiplies the
-    weights by sqrt(|G|) (without it |d| = sqrt(T) always); then |d| is limited to `max_norm`, 0 for
-    no limit; and weights are reused for `update_weights_every` calls.
+    the gradients.
+
+    Claim 3.1 and algorithm 1 of Navon et al., ICML 2022 (arXiv 2202.01017).
 
     If no direction improves every task (0 is in the convex hull of the gradients) there is no
-    solution, and the weights are zero, as for opposite tasks. Zero gradients have weight zero.
-    Identical tasks, and one task, give the direction of their gradient. A NaN or infinity makes
-    every weight NaN, and keeps the state.
+    solution, and the weights are zero. Opposite tasks are such a case. Zero gradients have weight
+    zero. Identical tasks, and one task, give the direction of their gradient. A NaN or infinity
+    makes every weight NaN, and keeps the state.
+
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.NashMTL()(rows)
+    tensor([0.5257, 0.8507])
     """
 
     _: KW_ONLY

@@ -20,24 +20,31 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class PCGrad(GramianAggregator):
-    """For each g_i and all other g_j in turn: if g_i · g_j < 0, g_i -= (g_i · g_j) / |g_j|² g_j.
+    """Project each gradient to remove its conflicts with the others, and add up the results.
 
-    The result is the sum of the g_i. Algorithm 1 of Yu et al., NeurIPS 2020 (arXiv 2001.06782),
-    where each task meets the original gradients of the others in a random order. Variants in other
-    code:
+    The defaults are the paper's; other values select variants in other code:
 
     - `order`: `random_per_task` (the paper, TorchJD, LibMTL), `one_permutation` for all tasks, or
       `fixed` (ConFIG's code, and the official TensorFlow code, whose shuffle has no effect);
     - `reduction`: the `sum` or the `mean` (Pytorch-PCGrad);
     - `target`: the `original` g_j, or the `projected` one where it has been projected already;
-    - `include_self`: the projected g_i meets the original g_i too (all but the paper, TorchJD and
-      ConFIG); no effect if the target is `projected`;
+    - `include_self`: the projected g_i meets the original g_i too (all except the paper, TorchJD
+      and ConFIG); no effect if the target is `projected`;
     - `eps` is added to |g_j|² (1e-8 in LibMTL); with it the result depends on the scale.
 
-    With three or more tasks the result can still conflict with one of them: a later projection may
-    undo an earlier one. Zero gradients are skipped. Identical tasks give their sum; opposite ones
-    cancel, except the last of them if the target is `projected`. One task is unchanged. A NaN or
-    infinity makes every weight NaN.
+    For each g_i and all other g_j in turn, if g_i · g_j < 0, g_i -= (g_i · g_j) / |g_j|² g_j. Each
+    task meets the original gradients of the others in a random order.
+
+    Algorithm 1 of Yu et al., NeurIPS 2020 (arXiv 2001.06782).
+
+    With three or more tasks the result can still conflict with one of them, because a later
+    projection may undo an earlier one. Zero gradients are skipped. Identical tasks give their sum;
+    opposite ones cancel, except the last of them if the target is `projected`. One task is
+    unchanged. A NaN or infinity makes every weight NaN.
+
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.PCGrad()(rows)
+    tensor([0.8000, 2.4000])
     """
 
     _: KW_ONLY

@@ -16,12 +16,16 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Random(LossWeighting):
-    """Random weights that sum to one: w = softmax(z) with z ~ N(0, I), one draw a step.
+    """Weight the gradients at random, with one draw of w = softmax(z), z ~ N(0, I), a step.
 
-    `draw="dirichlet"` draws them uniformly from the simplex, w ~ Dirichlet(1, ..., 1). Both have
-    mean 1/T. Random loss weighting (RLW) of Lin et al., TMLR 2022 (arXiv 2111.10603), equation 2.
+    `draw="dirichlet"` draws the weights uniformly from the simplex, w ~ Dirichlet(1, ..., 1). Both
+    kinds sum to one and have mean 1/T.
+
+    Random loss weighting (RLW) of Lin et al., TMLR 2022 (arXiv 2111.10603), equation 2.
+
     The draw depends on seed, group and step, and without an optimizer also on the number of the
-    call, so runs are repeatable. One task has weight 1, a NaN stays in its columns.
+    call, so runs are repeatable. Identical tasks give that gradient, but opposite ones rarely
+    cancel. One task has weight 1, a NaN stays in its columns.
     """
 
     _: KW_ONLY

@@ -128,12 +128,14 @@ def mapped(
 def gramian_of(blocks: Sequence[Block]) -> Tensor:
     """Return G = J Jᵀ (T, T) in float64 on the CPU.
 
-    `blocks` are the blocks of columns of J, of any floating dtype and device. Products of at
-    most 4096 columns are summed in the dtype of the rows and these sums in float64: the error of
-    float32 rows is about 1e-7 |g_i| |g_j| (2e-4 for one float32 product over 1e7 columns). All
-    products are computed in float64, at three times the cost, if the rows are so nearly dependent
-    that a solver would amplify this error above 1e-6, if products leave the range of float32, or if
-    the matrix is small. Half-precision rows are multiplied in float32.
+    `blocks` are the blocks of columns of J, of any floating dtype and device. Products of at most
+    4096 columns are summed in the dtype of the rows, and these sums in float64. The error of
+    float32 rows is about 1e-7 |g_i| |g_j| (2e-4 for one float32 product over 1e7 columns).
+    Half-precision rows are multiplied in float32.
+
+    All products are computed in float64, at three times the cost, in three cases: the rows are so
+    nearly dependent that a solver would amplify this error above 1e-6, products leave the range of
+    float32, or the matrix is small.
     """
     if _processes.get() is None and sum(map(_entries_on_cpu, blocks)) <= SMALL:
         return reduce(add, [(wide := rows.double()) @ wide.T for _, _, rows in pieces(blocks)])
@@ -229,7 +231,7 @@ def _product(block: Tensor) -> Tensor:
 def combine_safely(
     blocks: Sequence[Block], weights: Tensor, gramian: Tensor, drop: bool = False
 ) -> list[Tensor]:
-    """Return Jᵀ w (p,) for each block of J, given its Gramian; `drop` is that of `mapped`.
+    """Return Jᵀ w (p,) for each block of J, given its Gramian; `drop` is passed to `mapped`.
 
     Computed in float64 where the rows cancel, or where a weight that matters or a sum leaves the
     range of float32.
@@ -239,7 +241,9 @@ def combine_safely(
 
 
 def cancels(weights: Tensor, gramian: Tensor) -> bool:
-    """Whether Jᵀ w needs float64: the rows cancel, or float32 does not hold a weight or a sum."""
+    """Return whether Jᵀ w needs float64: the rows cancel, or float32 does not hold a weight or a
+    sum.
+    """
     w, matrix = weights.tolist(), gramian.tolist()  # for a few tasks in half the time of arrays
     shares = [abs(weight) * sqrt(matrix[i][i]) for i, weight in enumerate(w)]
     square = sum([w[i] * sum(map(mul, w, row)) for i, row in enumerate(matrix)])
@@ -254,8 +258,8 @@ def cancels(weights: Tensor, gramian: Tensor) -> bool:
 def triangular_factor(blocks: Sequence[Block], order: Tensor) -> Tensor:
     """Return L (T, r) with L Lᵀ = J Jᵀ for the rows of J in this order, in float64 on the CPU.
 
-    By QR decompositions of blocks of columns, which keep all digits of float64 also for nearly
-    dependent rows; a Gramian keeps half of them.
+    L comes from QR decompositions of blocks of columns, which keep all digits of float64 also for
+    nearly dependent rows; a Gramian keeps half of them.
     """
     upper, count = torch.empty(0, len(order), dtype=torch.float64), len(order)
     for _, _, rows in pieces(blocks):
@@ -317,8 +321,9 @@ def at_least_float32(rows: Tensor) -> Tensor:
 
 
 def is_finite(*blocks: Block) -> bool:
-    """Whether all entries are finite, in one pass (`rows.isfinite().all()` takes 30 times as long
-    on a CPU).
+    """Return whether all entries are finite, in one pass.
+
+    `rows.isfinite().all()` takes 30 times as long on a CPU.
     """
     if not blocks:
         return True
@@ -342,7 +347,7 @@ class SolvedOnRows(ABC):
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         """Return the weights (T,) from `rows` (T, r), in float64; `order` has the place of each.
 
-        `ridge` and `least` are those of `solvers.solve_weights_of_rows`.
+        `ridge` and `least` have the same meaning as in `solvers.solve_weights_of_rows`.
         """
 
     @abstractmethod

@@ -24,20 +24,21 @@ from gradsurg.plugins.fields import validated
 class SDMGrad(Preferring, GramianAggregator):
     """d = Jᵀ (w + lambda w~) / (1 + lambda), with w on the simplex, learned over the steps.
 
-    Each call makes `num_steps` of w <- Π(w - lr v), v <- momentum v + A (w + lambda w~) + rho w,
-    from the w of the call before (1 / T each at first), with Π the Euclidean projection on the
-    simplex and v = 0 before each call. A is G, divided by the square of the mean norm of the
-    gradients if `normalize`. `preference` is w~ (1 / T each by default) and `pull` is lambda.
+    `preference` is w~ (1 / T each by default) and `pull` is lambda. With `normalize`, A is G
+    divided by the square of the mean norm of the gradients; without it A is G.
+
+    Each call makes `num_steps` of w <- Π(w - lr v), v <- momentum v + A (w + lambda w~) + rho w.
+    They start from the w of the call before (1 / T each at first) and from v = 0. Π is the
+    Euclidean projection on the simplex. The steps, of size `lr`, converge if no eigenvalue of A
+    exceeds 2 (1 + momentum) / lr. The default lr is far above that bound: w then jumps between
+    corners of the simplex, and rounding, and with it the order of the tasks, decides between them.
+    `lr=0.3` converges for up to ten normalized gradients.
+
     Algorithm 1 of Xiao, Ban and Ji, NeurIPS 2023 (arXiv 2305.18409), with the defaults of LibMTL.
-
-    `aggregator=modo` is MoDo: one step of size `lr` (gamma there) without momentum, normalization
-    and pull, with the ridge `rho` (Chen et al., NeurIPS 2023, arXiv 2305.20057).
-    Both papers take A = J_1 J_2ᵀ of two independent batches, which is unbiased; here A is that of
-    one batch, so noise between batches adds to its diagonal.
-
-    The steps converge if no eigenvalue of A exceeds 2 (1 + momentum) / lr. The default `lr` is far
-    above that bound: w then jumps between corners of the simplex, and rounding, and with it the
-    order of the tasks, decides between them. `lr=0.3` converges for up to ten normalized gradients.
+    `aggregator=modo` is MoDo (Chen et al., NeurIPS 2023, arXiv 2305.20057): one step of size `lr`
+    (gamma in that paper) without momentum, normalization and pull, with the ridge `rho`. Both
+    papers take A = J_1 J_2ᵀ of two independent batches, which is unbiased. Here A comes from one
+    batch, so noise between batches adds to its diagonal.
 
     Zero gradients attract weight. Identical tasks give that gradient and one task is unchanged
     without a `preference`; opposite ones cancel only after enough steps. A NaN or infinity makes

@@ -1,13 +1,13 @@
 """Exact solvers in float64 for the T x T problems of aggregators, on the cosines of the gradients.
 
-Throughout, `cosines` is C = D⁻¹ G D⁻¹ with D = diag(norms), u_i = g_i / |g_i| are the unit rows,
-and a solution v stands for the gradient Σ v_i u_i: the weights of the rows are v / norms. Norms
-that differ by a factor of 1e6 cost no digits.
+Throughout, `cosines` is C = D⁻¹ G D⁻¹ with D = diag(norms), and u_i = g_i / |g_i| are the unit
+rows. A solution v stands for the gradient Σ v_i u_i, so the weights of the rows are v / norms.
+Norms that differ by a factor of 1e6 cost no digits.
 
-Quantities that a Gramian in float32 precision cannot distinguish from zero count as zero: an
-eigenvalue of C below RANK times the largest, and the squared norm of a convex combination of unit
-rows below RANK. Problems whose solutions grow without bound near there are solved on the unit rows,
-or a triangular factor of them, by nonnegative least squares.
+Some quantities count as zero, since a Gramian in float32 precision cannot distinguish them from
+zero. They are an eigenvalue of C below RANK times the largest, and the squared norm of a convex
+combination of unit rows below RANK. Problems whose solutions grow without bound near there are
+solved by nonnegative least squares, on the unit rows or a triangular factor of them.
 """
 
 from collections.abc import Callable
@@ -52,10 +52,10 @@ def solve_weights(
 ) -> Tensor:
     """Return the weights (T,) of the rows: `general(cosines, norms)`, divided by the norms.
 
-    `on_rows`, that of `solve_weights_of_rows`, takes the place of `general` for nearly dependent
-    rows, and `of_two(cosine, norm, other norm)` for two rows, without the cost of arrays. Rows of
-    norm zero are left out of the problem and get the weight `idle`; if `idle` is None they share a
-    total weight of 1 and all others get 0. NaN or infinity anywhere in G makes every weight NaN.
+    For nearly dependent rows `on_rows` (see `solve_weights_of_rows`) takes the place of `general`;
+    for two rows `of_two(cosine, norm, other norm)` does, without the cost of arrays. Rows of norm
+    zero are left out of the problem and get the weight `idle`. If `idle` is None they share a total
+    weight of 1 and all others get 0. NaN or infinity anywhere in G makes every weight NaN.
     """
     count = len(gramian)
     if of_two is not None and count == 2:
@@ -103,7 +103,9 @@ def _with_idle(shares: Array, alive: NDArray[np.bool_], idle: float) -> Tensor:
 
 
 def is_nearly_dependent(gramian: Tensor) -> bool:
-    """Whether three or more rows are so nearly dependent that a Gramian does not determine them."""
+    """Return whether three or more rows are so nearly dependent that a Gramian does not determine
+    them.
+    """
     rows = _cosines_and_norms(gramian.numpy()) if len(gramian) > 2 else None
     return rows is not None and _is_singular(rows[2])
 
@@ -148,7 +150,7 @@ def factor(matrix: Array, tolerance: float = RANK) -> Array:
 def equiangular(cosines: Array, target: Array) -> tuple[Array, Array]:
     """Return v = C⁺ t, the direction with cosines to the rows in the ratio of `target`, and C v.
 
-    C v is t if the rows are independent, else its least-squares approximation, with the
+    C v is t if the rows are independent, otherwise its least-squares approximation, with the
     minimum-norm v.
     """
     values, vectors = np.linalg.eigh(cosines)
@@ -168,7 +170,9 @@ def project_onto_dual_cone(cosines: Array, targets: Array) -> Array:
 
 
 def project_rows_onto_dual_cone(unit: Array, targets: Array, ridge: float) -> Array:
-    """As `project_onto_dual_cone`, on the unit rows themselves: for nearly dependent ones."""
+    """Project like `project_onto_dual_cone`, but on the unit rows themselves, for nearly dependent
+    ones.
+    """
     moved = [nonnegative_least_squares(unit, -target @ unit, ridge) for target in targets]
     return targets + np.array(moved)
 
@@ -288,7 +292,7 @@ def bargain(cosines: Array, norms: Array, power: float) -> Array:
     """Return v for the solution w > 0 of G w = w^(-power): C v = k v^(-power), k = norms^(power -
     1).
 
-    With v = s z and s = norms^((power - 1) / (power + 1)) this is C v = s z^(-power), where z is 1
+    With s = norms^((power - 1) / (power + 1)) and v = s z this is C v = s z^(-power). There z is 1
     for orthogonal rows, so neither the norms nor the power cause an overflow. A power far from 1 is
     reached from one near 1 by continuation, by a factor of POWER_STEP at a time.
 

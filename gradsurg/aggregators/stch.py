@@ -21,14 +21,18 @@ from gradsurg.plugins.fields import FieldError, validated
 
 @validated
 class STCH(Preferring, LossWeighting):
-    """Weights of the gradient of mu log Σ_i exp(y_i / mu), y_i = lambda_i (f_i - z_i).
+    """Follow a smooth maximum of the weighted losses, mu log Σ_i exp(y_i / mu).
 
-    w_i = lambda_i exp(y_i / mu) / Σ_j exp(y_j / mu): the smooth Tchebycheff scalarization of the
-    losses f. Lin et al., ICML 2024 (arXiv 2402.19078); `preference` is lambda (1 / T
-    each by default) and `ideal` the ideal point z (zero by default), one number for each task. A
-    small `mu` follows the worst task alone, a large one the weighted sum. The authors' code for
-    networks also replaces each loss by the logarithm of its ratio to an average: divide the losses
-    before the call for that.
+    `preference` is lambda (1 / T each by default) and `ideal` the ideal point z (zero by default),
+    one number for each task. A small `mu` follows the worst task alone, a large one the weighted
+    sum.
+
+    The weights are w_i = lambda_i exp(y_i / mu) / Σ_j exp(y_j / mu) with y_i = lambda_i (f_i -
+    z_i), for the losses f.
+
+    The smooth Tchebycheff scalarization of Lin et al., ICML 2024 (arXiv 2402.19078). The authors'
+    code for networks also replaces each loss by the logarithm of its ratio to an average: divide
+    the losses before the call for that.
 
     Losses may have any sign. Weights of tasks far below the worst underflow to zero. If a loss is
     NaN or infinite all weights are NaN. One task has the weight lambda_1.

@@ -14,9 +14,9 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Sum(LossWeighting):
-    """The sum of the gradients, w = 1: the gradient of the sum of the losses.
+    """Add up the gradients: w = 1 gives the gradient of the sum of the losses.
 
-    One task is unchanged, a NaN stays in its columns.
+    Opposite gradients cancel, one task is unchanged, a NaN stays in its columns.
     """
 
     tags = FIXED_WEIGHT_PROPERTIES

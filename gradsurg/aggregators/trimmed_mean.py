@@ -17,14 +17,16 @@ MAX_PASSES = 8
 
 @validated
 class TrimmedMean(Entrywise):
-    """The mean of each entry over the tasks, without the beta T largest and the beta T smallest
-    values.
+    """Average each entry over the tasks, without the beta T largest and the beta T smallest values.
 
-    beta T is rounded up, and at least one or two values are kept: one or two tasks give their mean,
-    beta 0.5 the median. Yin et al., ICML 2018 (arXiv 1803.01498), definition 2; their beta is the
-    share of workers that may be faulty, 0.05 and 0.1 in their experiments. Extreme values are left
-    out by sorting, not subtracted from a sum, so a huge one leaves no rounding error. A NaN makes
-    its column NaN.
+    The number of values left out on each side, `beta` T, is rounded up, and at least one or two
+    values are kept. So one or two tasks give their mean, and beta 0.5 the median.
+
+    Yin et al., ICML 2018 (arXiv 1803.01498), definition 2; their beta is the share of workers that
+    may be faulty, 0.05 and 0.1 in their experiments.
+
+    Extreme values are left out by sorting, not subtracted from a sum, so a huge one leaves no
+    rounding error. A NaN makes its column NaN.
     """
 
     beta: Annotated[float, Field(ge=0, le=0.5)] = 0.1

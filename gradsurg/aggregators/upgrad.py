@@ -21,21 +21,30 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class UPGrad(Preferring, Weighting, SolvedOnRows):
-    """Σ p_i d_i, where d_i is the point nearest to g_i among the d with g_j · d >= 0 for all j.
+    """Average the gradients, each projected onto the cone of directions that conflict with no task.
 
-    `preference` is p, by default 1 / T each. w = Σ_i p_i argmin_{v >= e_i} vᵀ G v, solved by active
-    sets on the cosines, so the result conflicts with no task at any ratio of norms. Equation 5 of
-    Quinton and Rey 2024 (arXiv 2406.16232).
+    `preference` is p, by default 1 / T each.
+
+    The result is Σ p_i d_i, where d_i is the point nearest to g_i among the d with g_j · d >= 0 for
+    all j. The weights are w = Σ_i p_i argmin_{v >= e_i} vᵀ G v, solved by active sets on the
+    cosines, so the result conflicts with no task at any ratio of norms.
+
+    Equation 5 of Quinton and Rey 2024 (arXiv 2406.16232).
 
     A zero gradient contributes nothing and imposes no constraint. Without a preference identical
     tasks give their mean, opposite ones zero, one task is unchanged. For dependent gradients the
     weights are not unique, but the result is. A NaN or infinity makes every weight NaN.
 
-    Of three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
-    1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
-    of the gradients, by a QR decomposition in float64 and nonnegative least squares (chapter 23 of
-    Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14. The result is
-    exact for the gradients as given, with their rounding, and no longer than Σ p_i |g_i|.
+    For three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
+    1e-6 T) the Gramian has too few digits. The same problem is then solved on a triangular factor
+    of the gradients, from a QR decomposition in float64. The solver is nonnegative least squares
+    (chapter 23 of Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14.
+    The result is exact for the gradients as given, with their rounding, and no longer than Σ p_i
+    |g_i|.
+
+    >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
+    >>> gs.UPGrad()(rows)
+    tensor([0.4000, 1.2000])
     """
 
     _: KW_ONLY

@@ -53,7 +53,7 @@ def _warn(texts: Sequence[str]) -> None:
 class Live:
     """An attached surgery: its effects, its ledger, its clock, its interventions.
 
-    PyTorch's hooks hold the `attachment`, and nothing of it holds this handle. So the handle is
+    PyTorch's hooks hold the `attachment`, and no part of it holds this handle. So the handle is
     freed as soon as the user drops it and the surgery, and its finalizer removes the hooks.
     """
 
@@ -157,10 +157,10 @@ class Live:
     def jacobian(self, losses: "Losses") -> dict[str, Tensor]:
         """Return the gradient of each of T losses by each parameter `(T, *shape)`, by name.
 
-        `losses` are the same as for `backward`. Transforms act on the gradient of each task,
-        aggregators do not; rows of a task that does not reach a parameter are zeros. `.grad` does
-        not change, and the graph is kept. Only parameters that require a gradient are returned.
-        Raises as `backward` does.
+        `losses` are the same as for `backward`, which also lists the errors. Transforms act on the
+        gradient of each task, aggregators do not; rows of a task that does not reach a parameter
+        are zeros. `.grad` does not change, and the graph is kept. Only parameters that require a
+        gradient are returned.
         """
         self.attachment.check_open()
         return self.attachment.multi_task.jacobian(losses, self.attachment.operations)
@@ -205,7 +205,7 @@ class Live:
             self.attachment.multi_task.discard()
 
     def tick(self) -> None:
-        """Count an optimizer step by hand; an optimizer that is bound counts its own."""
+        """Count an optimizer step by hand; a bound optimizer counts its own steps."""
         self.attachment.tick()
 
     def next_epoch(self) -> None:
@@ -280,11 +280,11 @@ class Live:
     def bind(
         self, optimizer: Optimizer | Sequence[Optimizer], *, clock: Optimizer | None = None
     ) -> None:
-        """Use these optimizers from now on, in the place of earlier ones; states are kept.
+        """Use these optimizers from now on, in place of earlier ones; states are kept.
 
         Each may be wrapped, for example by Accelerate or Lightning, with the optimizer as its
         `.optimizer`. Steps of `clock` are counted, by default the first optimizer's. Raises
-        TypeError for something that is no optimizer, ValueError if stage `step` has a parameter
+        TypeError for an object that is not an optimizer, ValueError if stage `step` has a parameter
         that none of them holds.
         """
         self.attachment.check_open()
@@ -302,7 +302,7 @@ class Live:
         self.attachment.steps.run_before(optimizer, self.attachment.scaler)
 
     def close(self) -> None:
-        """Remove all hooks, and warn of what did not act; does nothing if that is done."""
+        """Remove all hooks, and warn about interventions that did not act; may be called again."""
         if not self._finalizer.alive:
             return  # it runs once: the surgery was closed before
         try:

@@ -134,21 +134,22 @@ class Surgery:
         scaler: torch.amp.GradScaler | None = None,
         steps_per_epoch: int | None = None,
     ) -> Live:
-        """Hook `model` for the length of a `with` block; all hooks are removed after it, on errors
-        too.
+        """Hook `model` for the length of a `with` block; remove all hooks after it, on errors too.
 
-        Triggers read the number of steps that `optimizer` has made, and stage `step` requires it.
-        Without an optimizer an aggregator draws new random numbers at each `live.backward`. Of
-        several optimizers the steps of `clock` are counted, by default the first one's.
-
-        Effects are measured every `effects_every` steps, never if 0. The conflict of several tasks
-        is measured in each such step whose number is a multiple of `conflict_every`. With `shadow`
-        effects are measured, and gradients stay unchanged. To save time, the ledger then counts
-        only measured steps of a transform without a state whose trigger is `Always`.
-
-        Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
-        on the scale is then refused at stages with scaled gradients. A scaler that was not passed
-        is noticed, with a warning, at the first optimizer step.
+        Args:
+            optimizer: Triggers read the number of its steps, and stage `step` requires it. Without
+                one an aggregator draws new random numbers at each `live.backward`.
+            clock: The optimizer, of several, whose steps are counted; by default the first.
+            effects_every: Steps between measurements of effects; 0 measures none.
+            conflict_every: The same for the conflict of several tasks, at steps of `effects_every`.
+            shadow: Effects are measured, and gradients stay unchanged. To save time, the ledger
+                then counts only measured steps of a transform without a state whose trigger is
+                `Always`.
+            scaler: The scaler of the losses. A transform, a trigger or an aggregator that depends
+                on the scale is refused at stages with scaled gradients. A scaler that was not
+                passed is noticed, with a warning, at the first optimizer step.
+            steps_per_epoch: Counts an epoch each time after so many steps, in place of
+                `live.next_epoch()`.
 
         Used without `with`, the surgery stays attached until `live.close()`, like with `start`. If
         that is never called, a warning names the line of this call once the handle and the surgery
@@ -156,6 +157,15 @@ class Surgery:
 
         Raises LookupError, listing the names, if a selector matches nothing; the first forward
         raises it if sites are known only then.
+
+        >>> model = nn.Linear(2, 1)
+        >>> surgery = gs.Surgery(gs.Intervention(gs.Clip(0.1), at=gs.Parameters("weight")))
+        >>> with surgery.attach(model) as live:
+        ...     model(torch.ones(2)).sum().backward()
+        >>> print(live.effects.table())
+        site    norm before  norm after  cosine  changed  calls
+        -------------------------------------------------------
+        weight        1.414      0.1414  1.0000   100.0%      1
         """
         transforms = [item for item in self._interventions if item.aggregator is None]
         if optimizer is None and any(item.stage == "step" for item in transforms):
@@ -196,10 +206,8 @@ class Surgery:
     ) -> Live:
         """Hook `model` until `live.close()`, for the callbacks of a trainer.
 
-        The parameters are those of `attach`.
-
-        The optimizer may come later, by `live.bind(optimizer)`: until then interventions at stage
-        `step` wait.
+        The parameters are the same as for `attach`. The optimizer may come later, by
+        `live.bind(optimizer)`: until then interventions at stage `step` wait.
 
         Keep the handle or the surgery: once both are gone, the hooks are removed, without the
         warning of `attach`. So a notebook cell that is run again detaches the surgery that it made

@@ -66,7 +66,7 @@ class SlotState(TypedDict):
 
 
 class EffectsState(TypedDict):
-    """The effects in a checkpoint: all but the measurements since the last fetch."""
+    """The effects in a checkpoint, except the measurements since the last fetch."""
 
     slots: list[SlotState]
     sketches: dict[str, dict[str, Tensor]]
@@ -83,7 +83,7 @@ class Effects:
     every: int
     sampling: bool = False
     others: dict[str, str] = field(default_factory=dict)
-    """What each intervention changes that does not change gradients, as `activations`."""
+    """The tensors that an intervention changes, such as `activations`, if they are no gradients."""
     _step: int = 0
     _first_nonfinite: "NonFinite | None" = None
     _slots: list[_Slot] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Effects:
         return f"Effects at {len(self._slots)} sites: table() is a text, rows() are the numbers"
 
     def slot(self, transform: str, entry: Entry) -> int:
-        """The number of the slot of one transform at one site."""
+        """Return the number of the slot of one transform at one site."""
         place = transform, entry.intervention, entry.site
         if place not in self._places:
             self._places[place] = len(self._slots)
@@ -118,7 +118,7 @@ class Effects:
         return number
 
     def add(self, slot: int, before: Tensor, after: Tensor) -> None:
-        """Sum a pair of gradients. One inside vmap stands for many, and is not measured."""
+        """Sum a pair of gradients. A pair inside vmap stands for many, and is not measured."""
         is_plain = is_in_memory(before) and (after is before or is_in_memory(after))
         if not is_plain and (autograd.is_batched(before) or autograd.is_batched(after)):
             return
@@ -147,7 +147,7 @@ class Effects:
     def of_shards(
         self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
     ) -> Iterator[None]:
-        """Pairs added in the block are parts of gradients that are sharded over a process group.
+        """Treat pairs added in the block as parts of gradients sharded over a process group.
 
         Their sums are added up over its processes when a step is counted, or read before that: all
         processes must do so, and add the same pairs. `sizes` are the numbers of entries of the
@@ -207,10 +207,10 @@ class Effects:
 
         The keys are `<prefix>/<transform>/<site>/<number>`, with the numbers of `EFFECT_NUMBERS`,
         the gradients `seen` and the `calls` of the transform; those without a value are left out.
-        If a transform has more than 12 sites they are about 30 numbers about all of them, such as
-        `<prefix>/<transform>/mean/cosine`. With `log="sites"` they are those of each site, with a
-        pattern (`log="*.weight"`) those of the sites that match it, beside the summary. LookupError
-        if none matches.
+        If a transform has more than 12 sites there are about 30 numbers about all of them, such as
+        `<prefix>/<transform>/mean/cosine`. `log="sites"` gives the numbers of each site instead, a
+        pattern (`log="*.weight"`) those of the matching sites beside the summary. LookupError if
+        none matches.
         """
         rows = self.fetch()
         seen = [
@@ -236,7 +236,7 @@ class Effects:
         return rows
 
     def frame(self) -> Any:  # Any: polars is an optional dependency
-        """Return `rows` as a polars DataFrame, or as they are if polars is not installed."""
+        """Return `rows` as a polars DataFrame, or unchanged if polars is not installed."""
         rows = self.rows()
         if find_spec("polars") is None:
             return rows
@@ -299,8 +299,8 @@ class Effects:
     def table(self, sites: str | None = None) -> str:
         """Return the rows of all gradients so far as a text table.
 
-        With `sites` it has all sites that match this pattern; without, only those that stand out of
-        a transform with more than 20.
+        With `sites` it has all sites that match this pattern. Without, a transform with more than
+        20 sites shows only those that stand out.
         """
         rows = self.rows()
         if sites is None:
@@ -320,7 +320,9 @@ class Effects:
         ]
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
-        """Quantiles of |g| before `transform`, from entries of a recent gradient of each site."""
+        """Return quantiles of |g| before `transform`, from entries of recent gradients of each
+        site.
+        """
         slots = [slot for slot in self._slots if slot.transform == transform]
         rows = [_magnitudes(slot).cpu() for slot in slots if slot.sketch is not None]
         if not rows:

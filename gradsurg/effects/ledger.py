@@ -10,8 +10,8 @@ from gradsurg.effects.tables import aligned
 
 
 class SurgeryWarning(UserWarning):
-    """A surgery may act otherwise than expected: a site saw no gradient, or its stage changes
-    the meaning of the transform.
+    """Warns that a surgery may act otherwise than expected: a site saw no gradient, or its stage
+    changes the meaning of the transform.
     """
 
 
@@ -28,8 +28,8 @@ def warn_user(text: str) -> None:
 class Entry:
     """The counts of one site of one intervention, in this attachment.
 
-    A trigger decides on the host or on the device: counts on the device stay there until they are
-    read, as reading one waits for it.
+    A trigger decides on the host or on the device. Counts on the device stay there until they are
+    read, because reading one waits for the device.
     """
 
     intervention: str  # its label
@@ -82,7 +82,7 @@ class EntryState(TypedDict):
 class Ledger:
     """The entries of an attachment, of each intervention in the order in which sites were met.
 
-    `resumed` says that they include the counts of an interrupted run.
+    `resumed` means that they include the counts of an interrupted run.
     """
 
     sites: dict[str, dict[str, Entry]] = field(default_factory=dict)  # by intervention and id
@@ -92,7 +92,7 @@ class Ledger:
         return (entry for entries in self.sites.values() for entry in entries.values())
 
     def of(self, intervention: str) -> list[Entry]:
-        """The entries of one intervention."""
+        """Return the entries of one intervention."""
         return list(self.sites.get(intervention, {}).values())
 
     def enter(
@@ -115,7 +115,7 @@ class Ledger:
         return entry
 
     def keep(self, entry: Entry) -> None:
-        """Add an entry again that was removed."""
+        """Add an entry that was removed."""
         self.sites.setdefault(entry.intervention, {}).setdefault(entry.site, entry)
 
     def forget(self, intervention: str, site: str) -> None:
@@ -156,7 +156,7 @@ class Ledger:
             entry.earlier_calls, entry.earlier_fired = state["calls"], state["fired"]
 
     def warnings(self, intervention: str, start: int = 0, reason: str = "") -> Iterator[str]:
-        """The warnings of the sites and the trigger of an intervention that never fired.
+        """Return the warnings of the sites and the trigger of an intervention that never fired.
 
         `start` is the step at attach; `reason` explains why hooks may not have run.
         """
@@ -170,9 +170,9 @@ class Ledger:
             yield f"{intervention}: its trigger never fired in {calls} gradients{since}"
 
     def silent(self, intervention: str) -> str:
-        """The sites of an intervention at which no gradient passed, each with the known reason.
+        """Return the sites of an intervention at which no gradient passed, with the known reasons.
 
-        If one passed at another site, those with a reason are in the table, and not listed.
+        If a gradient passed at another site, those with a reason are in the table, and not listed.
         """
         entries = self.of(intervention)
         silent = [entry for entry in entries if not entry.all_calls and not entry.is_traced]
@@ -189,7 +189,7 @@ class Ledger:
         cells = [["intervention", "seen", "acted on", "site"]]
         for entry in self:
             names = " = ".join([entry.site, *entry.aliases])
-            # A skipped site that has calls after all, as in an evaluation, needs no note.
+            # A skipped site that has calls after all, for example in an evaluation, needs no note.
             note = f"  ({entry.skipped})" if entry.skipped and not entry.all_calls else ""
             if entry.is_traced:
                 note += "  (in compiled code, where gradients are not counted)"

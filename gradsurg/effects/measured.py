@@ -27,7 +27,7 @@ class Measured:
     `sums` are (slots, 2, numbers), the sums of the numbers and the counts of gradients that have
     each. The columns of `extremes` are the largest norm before the transform, its step, the step of
     the first gradient with an entry that is not finite, and the place of that gradient among all
-    that were measured. They are -1 where there is none.
+    measured ones. They are -1 where there is none.
     """
 
     sums: Array = field(default_factory=lambda: np.zeros((0, 2, len(EFFECT_NAMES))))

@@ -29,12 +29,12 @@ EFFECT_NUMBERS = (
 )
 """The effect of a transform at a site, as means over the sampled gradients.
 
-L2 norms before and after (a float32 norm below 1e-19 reads 0); cosine of before and after, 0 if the
-transform made a gradient zero; shares of the entries that changed and that changed sign; `zeroed`,
-the share that became zero of the entries that were not; |after - before| / |before|; `nonfinite`,
-the total of entries that are NaN or infinite before or after. A gradient that is zero before has no
-cosine and no `zeroed`: it is left out of their means, which are None if all gradients were zero.
-At `Buckets` a row has `bytes` too, the mean number that this process sent for a gradient."""
+L2 norms before and after (a float32 norm below 1e-19 reads 0). The cosine of before and after, 0 if
+the transform made a gradient zero. The shares of the entries that changed and that changed sign.
+`zeroed`, of the entries that were not zero, the share that became zero. |after - before| /
+|before|. `nonfinite`, the total of entries that are NaN or infinite before or after. A gradient
+that is zero before is left out of the means of cosine and `zeroed` (None if all were zero). At
+`Buckets` a row has `bytes` too, the mean number that this process sent for a gradient."""
 
 EXTREMES = (
     Number("norm_max", "max norm"),
@@ -44,10 +44,10 @@ EXTREMES = (
 )
 """The extremes of a site over the sampled gradients, None if there are none.
 
-The largest finite L2 norm before the transform and the step of the first gradient that had it. The
-step of the first gradient with an entry that is NaN or infinite, before or after, and the rank of
-the site among those that had one: they are ordered by the moment of their first one, so that rank 1
-is where the backward pass met the first. Steps count from 0. Only `norm_max` is logged."""
+The largest finite L2 norm before the transform, and the step of the first gradient that had it. The
+step of the first gradient with an entry that is NaN or infinite, before or after. The rank of the
+site among the sites with such a gradient, by the time of their first one: rank 1 is the site where
+the backward pass met the first. Steps count from 0. Only `norm_max` is logged."""
 
 NORMS = ("norm_before", "norm_after")
 NORM_RATIO = Number("norm_ratio", "norm ratio")

@@ -1,4 +1,4 @@
-"""The effects that are logged: each site of a small model, a summary of those of a large one."""
+"""The effects that are logged: all sites of a small model, a summary of a large one."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,10 +34,10 @@ def effects_by_path(
 ) -> dict[str, float]:
     """Return the numbers of effect rows as `effect/<transform>/<place>/<number>`.
 
-    Those without a value are left out. A place is a site or, of a transform with more than
-    MAX_SITES, one of `summarized`. With `log="sites"` it is always a site; another `log` is a
-    pattern: then the sites that match it, beside the summary. `seen` has a row of each site so far:
-    so that paths stay the same when a site has no gradient. Raises LookupError if no site matches.
+    Numbers without a value are left out. A place is a site or, for a transform with more than
+    MAX_SITES, one of `summarized`. With `log="sites"` it is always a site. Any other `log` is a
+    pattern, whose sites come beside the summary. `seen` has a row of each site so far, so that
+    paths stay the same when a site has no gradient. Raises LookupError if no site matches.
     """
     sites = {name: [str(row["site"]) for row in own] for name, own in by_transform(seen).items()}
     known = [site for own in sites.values() for site in own]
@@ -110,8 +110,8 @@ def worst(rows: Sequence[Row], name: str) -> list[Row]:
 def extremes(rows: Sequence[Row]) -> dict[str, list[tuple[str, float, object]]]:
     """Return the sites with the largest and with the smallest norms, each with its norm and step.
 
-    The largest norms are those at one step, the smallest are means, for which the step is None. A
-    row of earlier versions has the mean alone, one with a NaN the largest norm alone.
+    The largest norms belong to one step; the smallest are means, for which the step is None. A row
+    of earlier versions has the mean alone, a row with a NaN the largest norm alone.
     """
     found = {}
     for title, names in (
@@ -175,7 +175,7 @@ def _blocks(sites: tuple[str, ...]) -> dict[str, str]:
     """The block of consecutive layers of each site, named by the first and the last layer."""
     layers: dict[str, list[str]] = {}
     for site in sites:
-        # Without a number, as `fc1.weight`, the module is the layer.
+        # Without a number, for example in `fc1.weight`, the module is the layer.
         layer = match[0] if (match := LAYER.match(site)) else site.rpartition(".")[0] or site
         layers.setdefault(layer, []).append(site)
     names, count = [*layers], min(len(layers), NUM_BLOCKS)

@@ -1,8 +1,8 @@
 """Nine sums over a gradient before and after a transform, from one pass over both.
 
-The sums are those of before², after², (after - before)², before * after, and the numbers of entries
-that changed, changed sign, became zero, are not finite, and were not zero before. NaN before and
-after is no change.
+The sums are before², after², (after - before)², before * after, and the numbers of entries that
+changed, changed sign, became zero, are not finite, and were not zero before. NaN before and after
+is no change.
 """
 
 import logging
@@ -39,7 +39,7 @@ _log = logging.getLogger("gradsurg")
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Whether the entries of a tensor are those in its memory, on a CPU or another device."""
+    """Return whether the memory of a tensor holds its entries, on a CPU or another device."""
     if type(tensor) is not Tensor or tensor.is_neg():  # a view whose entries are to be negated
         return False
     try:

@@ -91,7 +91,7 @@ def _table(
 
 
 def _extreme_lines(rows: Sequence[Mapping[str, object]], is_summary: bool) -> Iterator[str]:
-    """Yield the extremes of a transform; those of the norms only if its sites are not shown."""
+    """Yield the extremes of a transform; extreme norms only if its sites are not shown."""
     if is_summary:
         for name, found in extremes(rows).items():
             sites = (f"{site} {number(norm)}{_at(step)}" for site, norm, step in found)

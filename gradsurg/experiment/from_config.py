@@ -58,9 +58,9 @@ def from_config(
 
     `config` has the keys `transform` and `site`, and perhaps `when`, `aggregator`, `shared` and
     `seed`, such as `+transform=clip +site=parameters` gives them. For several sites it is a list of
-    such mappings, or has `interventions`, such a list or a mapping with names. There `site`, `when`
-    and `shared` are the defaults of interventions that do not set them. `seed` is the surgery's
-    seed if the config has none.
+    such mappings, or has `interventions`, such a list or a mapping with names. In that case `site`,
+    `when` and `shared` are the defaults of interventions that do not set them. `seed` is the
+    surgery's seed if the config has none.
 
     Only transforms, sites, triggers and aggregators of gradsurg are called, unless `own_code` is
     true: use it for configs that you trust. Raises ConfigError, a ValueError, with a line for each

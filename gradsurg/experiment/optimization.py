@@ -40,7 +40,7 @@ def sequence(
 ) -> SequentialLR:
     """Return a `torch.optim.lr_scheduler.SequentialLR` of `schedules`.
 
-    Each schedule is a function of the optimizer, such as Hydra makes from `_partial_: true`. Each
+    Each schedule is a function of the optimizer, such as Hydra makes from `_partial_: true`. It
     ends at its milestone, a number of steps.
     """
     return SequentialLR(optimizer, [make(optimizer) for make in schedulers], [*milestones])

@@ -35,7 +35,7 @@ def load(
 ) -> Surgery:
     """Return the surgery of a recipe: a name such as `guided_backprop`, or the path of a yaml file.
 
-    A config in the place of a recipe is one that `from_config` takes. (Any: what YAML can hold.)
+    In place of a name, a config that `from_config` takes is accepted. (Any: what YAML can hold.)
 
     `overrides` change keys like on the command line, for example `load("sgm",
     "transform.scale.factor=0.2")`. A recipe with several sites maps names to interventions:
@@ -43,7 +43,7 @@ def load(
     classes and functions of your own by `_target_`, a dotted path. They are imported and called
     only with `own_code=True`: use it for files that you trust. Raises LookupError for an unknown
     name, FileNotFoundError for a missing file, and ValueError, with one line for each fault, if the
-    file is no recipe, has a wrong value, or names code unasked.
+    file is not a recipe, has a wrong value, or names code without `own_code`.
     """
     from gradsurg.experiment.compose import PRESETS, files_of
 

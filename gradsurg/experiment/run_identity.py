@@ -8,17 +8,17 @@ number:
   `batch_size`, `seed`, `device`, `accumulate`, `precision`, `compile`; `until` with `eval_every`,
   which decides where such a run ends; `validation`, unless it is 0;
 - the treatment: `transform`, `site`, `when`, the order of the transforms, and with an aggregator
-  `aggregator` and `shared`. A plain control has the `site` alone, at which its gradients are
+  `aggregator` and `shared`. A plain control has only the `site` at which its gradients are
   measured, so that all treatments at one site share it; a control that acts has the treatment too;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels;
-- `sources`: for each dotted path (`_target_`) a hash of its module, and one of each local module
-  that it imports: an edit of a user's transform or of its helper gives a new run. Local is what
-  belongs neither to Python nor to an installed package;
+- `sources`: for each dotted path (`_target_`) a hash of its module and of each local module that it
+  imports, so that an edit of a user's transform or of its helper gives a new run. Local modules
+  belong neither to Python nor to an installed package;
 - `data`: a hash of the files that the task reads.
 
-It has no output, logging, launching or measurement (`out`, `logger`, `threads`, `effects_every`,
-`metric` ..), and none of the runs that it is compared with (`seeds`, `splits`, `attribute`). An
-edit of gradsurg's own source does not change it: `environment` records that instead.
+Settings of output, logging, launching and measurement (`out`, `logger`, `threads`, `effects_every`,
+`metric` ..) are left out, as are the runs to compare with (`seeds`, `splits`, `attribute`). An edit
+of gradsurg's own source does not change it: `environment` records that instead.
 """
 
 import ast

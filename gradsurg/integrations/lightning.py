@@ -19,9 +19,9 @@ from gradsurg.multitask.losses import Losses, scaled
 class SurgeryCallback(pl.Callback):
     """Attach a surgery to the module while it trains.
 
-    `surgery` may also be a config, as for `gradsurg.from_config`; Hydra's `instantiate` leaves it
-    as it is with `_recursive_: false` beside it. With None training is unchanged.
-    After training `effects` has the numbers, like `live.effects` in the block of an `attach`.
+    `surgery` may also be a config like for `gradsurg.from_config`; Hydra's `instantiate` leaves it
+    unchanged with `_recursive_: false` beside it. With None training is unchanged. After training
+    `effects` has the numbers, like `live.effects` in the block of an `attach`.
 
     Stage `step` acts on accumulated and unscaled gradients, before Lightning clips them. The state
     of the surgery is saved in each checkpoint and restored from it. Effects and conflicts are

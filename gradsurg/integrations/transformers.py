@@ -26,9 +26,9 @@ STATE_FILE = "gradsurg.pt"
 class SurgeryCallback(library.TrainerCallback):
     """Attach a surgery to the model while `Trainer.train` runs.
 
-    `surgery` may also be a config, as for `gradsurg.from_config`; Hydra's `instantiate` leaves it
-    as it is with `_recursive_: false` beside it. With None training is unchanged.
-    After training `effects` has the numbers, like `live.effects` in the block of an `attach`.
+    `surgery` may also be a config like for `gradsurg.from_config`; Hydra's `instantiate` leaves it
+    unchanged with `_recursive_: false` beside it. With None training is unchanged. After training
+    `effects` has the numbers, like `live.effects` in the block of an `attach`.
 
     Stage `step` acts on accumulated and unscaled gradients, after the Trainer has clipped them to
     `max_grad_norm` (1.0 by default): for another order set `max_grad_norm=0` and end the surgery

@@ -19,9 +19,9 @@ _log = logging.getLogger("gradsurg")
 class RunInfo:
     """The facts about a run that a logger gets when it starts.
 
-    `total_steps` is 0 if it is not known. `resumed`: the rows logged before the interruption are
-    logged again. `better`: whether "higher" or "lower" is better, by the last part of a name, of
-    the metrics of which that is known.
+    `total_steps` is 0 if it is not known. If `resumed`, the rows logged before the interruption are
+    logged again. `better` is "higher" or "lower" for each metric for which it is known, by the last
+    part of its name.
     """
 
     study: str
@@ -40,9 +40,9 @@ class RunInfo:
 class StudyInfo:
     """The results of a study: a table with a row per arm or run, and figures as (title, PNG file).
 
-    A logger may write to `directory`, which lies beside the study's runs. `verdict` is a sentence,
-    `config` what was trained, in words, with the command and the versions. `files` are its page and
-    its data, `surgery` has the config of each treated arm, `environment` versions and hardware.
+    A logger may write to `directory`, which lies beside the study's runs. `verdict` is a sentence.
+    `config` says in words what was trained, with the command and the versions. `files` are its page
+    and its data, `surgery` has the config of each treated arm, `environment` versions and hardware.
     """
 
     study: str
@@ -88,7 +88,7 @@ class ProgressLogger(Logger):
     def expect(self, runs: int | None, job: int = 0) -> None:
         """Take the number of runs that the command is about to train; None if it is not known.
 
-        `job` is the number of the job in a process of a launcher, beside which others print.
+        `job` is the number of the job in a process of a launcher, where other processes print too.
         """
 
 

@@ -51,11 +51,12 @@ class _Screen:
 class Console(ProgressLogger):
     """Prints a line to stderr when a run ends, and shows the progress of the current run above it.
 
-    On a terminal two bars, which are removed at the end: the current run with its loss and speed,
-    and the command's runs with the time left. In a notebook one line that is updated. Elsewhere (a
-    pipe, a file, CI, `TERM=dumb`, `!command` in a notebook) and in the processes of a launcher only
-    the lines of ended runs, there with the number of their job. `NO_COLOR` leaves out colours.
-    With `lines=False` no line is printed for an ended run: nothing of the progress remains.
+    A terminal shows two bars, which are removed at the end: the current run with its loss and
+    speed, and the command's runs with the time left. A notebook shows one line that is updated.
+    Elsewhere (a pipe, a file, CI, `TERM=dumb`, `!command` in a notebook) and in the processes of a
+    launcher only the lines of ended runs are printed, there with the number of their job.
+    `NO_COLOR` leaves out colours. With `lines=False` no line is printed for an ended run: nothing
+    of the progress remains.
     """
 
     lines: bool = True

@@ -46,9 +46,9 @@ class MLP(nn.Module):
     """Flatten, then `hidden` layers, then a linear readout; `hidden=()` is a linear model.
 
     Its modules are `hidden.0.linear`, `hidden.0.relu` (and `.dropout`), ..., `output`. `init` sets
-    all weights and biases: torch's default; all `zero`; `normal` of deviation `init_std`; or
-    `fan_out`, uniform within 1 / sqrt(outputs of the layer). With `separate_bias` a layer is a
-    product and then a sum, two autograd nodes.
+    all weights and biases: `torch` is PyTorch's default, `zero` sets zeros, `normal` has the
+    deviation `init_std`, and `fan_out` is uniform within 1 / sqrt(outputs of the layer). With
+    `separate_bias` a layer is a product and then a sum, two autograd nodes.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class MultiHead(nn.Module):
 
     All losses share `trunk` and the `activation` of its features, a module of that name; each of
     `heads.0`, `heads.1` and so on belongs to one loss. Returns a tuple with the outputs of each
-    head, of the sizes that the task gives: with a single tensor the graph of every loss would
+    head, of the sizes that the task gives. With a single tensor the graph of every loss would
     contain all heads.
     """
 

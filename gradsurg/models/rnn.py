@@ -48,11 +48,11 @@ class RNN(nn.Module):
 
     Takes tokens (time,), which are embedded or become rows of the identity (`one_hot`), numbers
     (time,) or (time, features), or an image (C, H, W), row by row. Its modules are `embed`,
-    `layers.0`, ..., `output`. A layer is one call, or with `unrolled` a call of
-    `layers.0.cell` for each step: equal and slower, but hooks see every step.
+    `layers.0`, ..., `output`. A layer is one call, or with `unrolled` a call of `layers.0.cell` for
+    each step, which gives the same results more slowly, but hooks see every step.
 
-    `init` is torch's own or of Pascanu et al. 2013 (arXiv 1211.5063, their code), with biases of
-    zero. `basic_tanh` has normal weights of deviation 0.1, `smart_tanh` of 0.01. The latter has
+    `init` is torch's own or one of Pascanu et al. 2013 (arXiv 1211.5063, their code), with biases
+    of zero. `basic_tanh` has normal weights of deviation 0.1, `smart_tanh` of 0.01. The latter has
     recurrent weights from each unit to 15 random units only, scaled to a spectral radius of 0.95.
     """
 

@@ -158,7 +158,7 @@ class Aggregation:
         return self.aggregator.num_tasks is not None or bool(self.aggregator.init(2))
 
     def count_nonfinite(self, tasks: Sequence[str], is_step: bool) -> None:
-        """Count tasks left out of a step, or a step left out, and tell the first."""
+        """Count tasks left out of a step, or a step left out, and warn about the first."""
         self.has_failed |= is_step
         for _ in tasks[:1] if is_step else tasks:
             self._count_outcome("", "steps" if is_step else "tasks", NONFINITE)
@@ -224,7 +224,7 @@ class Aggregation:
         texts = []
         if total["fallbacks"] or total["skipped"]:
             texts.append(
-                f"{self.label}: {total['fallbacks']} updates are less exact than others, as the "
+                f"{self.label}: {total['fallbacks']} updates are less exact, because the "
                 f"gradients were nearly dependent, and {total['skipped']} were skipped, as no "
                 "solver converged"
             )
@@ -324,7 +324,7 @@ class Aggregation:
         return random_state.untouched(f"{self.label}: {self.aggregator!r}", device, way_out)
 
     def _count_outcome(self, group: str, outcome: str, end: str = SOLVER) -> None:
-        """Count an outcome, by default of a solver; a state, so that checkpoints hold it."""
+        """Count an outcome, by default of a solver, in a state, so that checkpoints hold it."""
         states, key, zero = self.attachment.states, f"{self.label}/{group}{end}", torch.tensor(0)
         counts = states.get(key, {})
         states[key] = counts | {outcome: counts.get(outcome, zero) + 1}
@@ -382,7 +382,7 @@ class Aggregation:
         )
 
     def _state(self, group: str, tasks: tuple[str, ...]) -> AggregatorState:
-        """Return the state of a group. Raises ValueError if it is of other tasks."""
+        """Return the state of a group. Raises ValueError if it belongs to other tasks."""
         initial = self.aggregator.init(len(tasks))
         states, key = self.attachment.states, f"{self.label}/{group}"
         state, known = states.get(key, initial), tasks
@@ -404,7 +404,7 @@ class Aggregation:
                 "order"
             )
         if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
-            # These compute on the CPU, but for what grows to the size of the rows.
+            # These compute on the CPU, except for tensors that grow to the size of the rows.
             of_rows = {name: state[name] for name in grown}
             state = {name: tensor.cpu() for name, tensor in state.items()} | of_rows
         return state
@@ -416,7 +416,7 @@ class Aggregation:
             waits = self.attachment.is_scaled and bool(self.attachment.steps.optimizers)
             target = self._new_states if waits else states
             target[key] = state
-            if f"{key}/tasks" not in states:  # they do not change, as `_state` has checked
+            if f"{key}/tasks" not in states:  # `_state` has checked that they do not change
                 # A checkpoint holds tensors only, so the order of the names is stored as tensors.
                 positions = {name: torch.tensor(position) for position, name in enumerate(tasks)}
                 target[f"{key}/tasks"] = positions

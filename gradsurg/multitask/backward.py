@@ -206,7 +206,7 @@ class MultiTaskBackward:
         if labels and not self._tasks and not self._made_jacobian:
             self.attachment.warn_once(
                 f"{', '.join(labels)}: attached, and in the first steps live.backward(losses) was "
-                "not called: call it in the place of sum(losses).backward()",
+                "not called: call it in place of sum(losses).backward()",
                 key=UNUSED,
             )
 
@@ -217,7 +217,7 @@ class MultiTaskBackward:
         if self._tasks:
             why = "no two tasks reached a parameter that it acts on"
         if self._tasks and not self._num_updates:
-            why = "no live.backward ended a step: the last one of a step has aggregate=True"
+            why = "every live.backward had aggregate=False, so no step was combined"
         is_known = self._made_jacobian or UNUSED in self.attachment.warned
         texts = [
             f"{aggregation.label}: attached, but {why}"
@@ -235,9 +235,9 @@ class MultiTaskBackward:
         without_step = self._num_updates >= MAX_WITHOUT_STEP and not self._has_stepped
         if self.aggregations and without_step and self.attachment.steps.optimizers:
             texts.append(
-                f"live.backward was called for {self._num_updates} steps, and the optimizer given "
-                "to attach made none: triggers and random numbers saw step 0 only. Give attach the "
-                "optimizer that makes the steps."
+                f"live.backward was called for {self._num_updates} steps, and the optimizer passed "
+                "to attach() never stepped, so triggers and random numbers stayed at step 0. Pass "
+                "the optimizer that you step."
             )
         if self._builder.pending:
             texts.append("the gradients of live.backward(..., aggregate=False) were never combined")
@@ -391,8 +391,9 @@ class MultiTaskBackward:
     def _combined(
         self, jacobian: Jacobian, losses: Mapping[str, float], weights: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """Return the combined gradients of all groups, by index; of a group none if no solver
-        converges."""
+        """Return the combined gradients of all groups, by index; none of a group without
+        convergence.
+        """
         combined: dict[int, Tensor] = {}
         for owner, group, members in self._builder.groups(jacobian):
             if not any(reached.intersection(members) for reached in jacobian.reached):
@@ -473,7 +474,7 @@ class MultiTaskBackward:
     def _grads_above(
         self, aggregation: Aggregation, cut: GraphCut, call: BackwardCall
     ) -> tuple[list[Sequence[Tensor | None]], dict[Tensor, Tensor]]:
-        """Return the gradients of each task at the edges of a cut, and those of all heads."""
+        """Return the gradients of each task at the edges of a cut, and of all heads."""
         memories = aggregation.aggregator.memories(tuple(call.losses))
         task_grads: list[Sequence[Tensor | None]] = []
         head_grads: dict[Tensor, Tensor] = {}
@@ -506,7 +507,7 @@ class MultiTaskBackward:
         if len(heads) > 1:
             self.attachment.warn_once(
                 f"{aggregation.label}: all tasks reach {', '.join(heads.values())}, whose gradient "
-                "is zero for all tasks but one, as for heads whose outputs were concatenated or "
+                "is zero for all tasks but one, like heads whose outputs were concatenated or "
                 "whose losses were stacked: they count as shared. Give each loss as it was "
                 "computed from its own output."
             )
@@ -521,7 +522,7 @@ class MultiTaskBackward:
 
 
 def _check_reached(losses: Iterable[str], jacobian: Jacobian) -> None:
-    """Raise ValueError if of several tasks fewer than two have a gradient, or none has."""
+    """Raise ValueError if none of the tasks has a gradient, or fewer than two of several tasks."""
     names = [*losses]
     present = [name for name, reached in zip(names, jacobian.reached, strict=True) if reached]
     if len(present) < min(2, len(names)):

@@ -51,14 +51,21 @@ class Alternative:
 class Conflict:
     """The gradients g_i of one group at one step, and the update d computed from them.
 
-    `norms` are |g_i|; `cosines` those of each pair, a matrix; `conflict_rate` the share of pairs
-    with a cosine below zero; `norm_spread` the largest norm over the smallest nonzero norm;
-    `condition` the condition number of the matrix of cosines; `weights` the w of d = sum w_i g_i,
-    empty for updates without weights; `decrease` g_i . d, the first-order decrease of each loss for
-    a step with learning rate 1; `cosine_to_mean` and `norm_to_mean` compare d with the mean of the
-    gradients; `weight_entropy` is that of |w|, from 0 for one task alone to 1 for equal weights;
-    `fallbacks` counts the updates of the group so far that are less exact or were skipped.
-    `others` are the updates of other aggregators. Undefined numbers are NaN.
+    Undefined numbers are NaN.
+
+    Attributes:
+        norms: |g_i| of each task.
+        cosines: The matrix of the cosines of all pairs.
+        conflict_rate: The share of pairs with a cosine below zero.
+        norm_spread: The largest norm over the smallest nonzero norm.
+        condition: The condition number of the matrix of cosines.
+        weights: The w of d = sum w_i g_i, empty for updates without weights.
+        decrease: g_i . d, the first-order decrease of each loss for a step with learning rate 1.
+        cosine_to_mean: The cosine of d to the mean of the gradients.
+        norm_to_mean: The norm of d over the norm of the mean.
+        weight_entropy: The entropy of |w|, from 0 for one task alone to 1 for equal weights.
+        fallbacks: The number of updates of the group so far that are less exact or were skipped.
+        others: The updates of other aggregators.
     """
 
     step: int
@@ -91,9 +98,9 @@ def numbers(
 ) -> dict[str, float]:
     """Return the finite numbers of the last row of each group, by logged path.
 
-    Of an aggregator with more than MAX_SITES groups they are the means over the groups, as the
-    group `mean`, unless `log="sites"`. Without `others`, leaves out the aggregators that were not
-    used. Any: the values of a row are whatever JSON can hold.
+    For an aggregator with more than MAX_SITES groups these are the means over the groups, as the
+    group `mean`, unless `log="sites"`. Without `others`, the aggregators that were not used are
+    left out. Any: the values of a row are whatever JSON can hold.
     """
     paths: dict[tuple[str, str, str, str], object] = {}
     groups: dict[str, set[str]] = {}
@@ -129,9 +136,9 @@ def numbers(
 class Measurement:
     """The Gramian of the gradients g_i of a group, and the update d that an aggregator computed.
 
-    `label` is that of the intervention, `aggregator` the name of the method. `weights` are the w of
-    d = sum w_i g_i, None for updates without weights; `products` are g_i . d and `norm` is |d|.
-    `fallbacks` is that of `Conflict`.
+    `label` names the intervention, `aggregator` the method. `weights` are the w of d = sum w_i g_i,
+    None for updates without weights; `products` are g_i . d and `norm` is |d|. `fallbacks` is the
+    same as in `Conflict`.
     """
 
     label: str
@@ -145,7 +152,7 @@ class Measurement:
 
 
 def conflict_of(measurement: Measurement) -> Conflict:
-    """Compute the numbers of a measurement, without those of other aggregators."""
+    """Compute the numbers of a measurement, without the updates of other aggregators."""
     g, weights, products = (
         measurement.gramian.numpy(),
         measurement.weights,
@@ -240,7 +247,7 @@ class Conflicts:
             self._evaluate()
 
     def fetch(self) -> list[Conflict]:
-        """Return the conflicts since the last fetch, the newest thousand at most."""
+        """Return the conflicts since the last fetch, at most the newest thousand."""
         self._evaluate()
         compared = [measurement for _, measurement in self._unfetched if measurement is not None]
         with without_autocast(()):
@@ -255,9 +262,9 @@ class Conflicts:
     def numbers(self, others: bool = False, log: str = AUTO) -> dict[str, float]:
         """Return the newest conflict of each group since the last call, or `fetch`.
 
-        Of more than 12 groups it is their mean, as the group `mean`, unless `log="sites"`.
-        The keys are `conflict/<aggregator>/<group>/<number>`; numbers without a value are left out.
-        With `others` also the update of each other aggregator: its cosine to the one used,
+        With more than 12 groups it is their mean, as the group `mean`, unless `log="sites"`. The
+        keys are `conflict/<aggregator>/<group>/<number>`; numbers without a value are left out.
+        `others` adds the update of each other aggregator: its cosine to the one used,
         `conflict/<aggregator>/<group>/cosine_to/<other>`, and its weights,
         `others/<aggregator>/<group>/<other>/weight/<task>`.
         """
@@ -269,7 +276,7 @@ class Conflicts:
         self._evaluate()
         parts = [means.table(*key) for key, means in self._means.items()]
         if self._without_means:
-            parts.append(f"not in these means: {self._without_means} conflicts of further tasks")
+            parts.append(f"{self._without_means} conflicts of further tasks are not in these means")
         return "\n\n".join(parts) or "no conflict was measured"
 
     def _evaluate(self) -> None:
@@ -328,8 +335,8 @@ class _RunningMeans:
 def alternatives(measurements: Iterable[Measurement]) -> list[dict[str, Alternative]]:
     """Return, for each measurement, the updates of all other aggregators at their first step.
 
-    Evaluates one aggregator on all measurements, then the next: in two thirds of the time of the
-    other order.
+    Evaluates one aggregator on all measurements, then the next, which takes two thirds of the time
+    of the other order.
     """
     comparisons = [_Comparison(measurement) for measurement in measurements]
     for count in {len(comparison.gramian) for comparison in comparisons}:

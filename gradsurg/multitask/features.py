@@ -31,8 +31,8 @@ class GraphCut:
     Attributes:
         edges: The edges into the nodes that made the representation.
         heads: For each task, the leaves above the edges.
-        nested: Whether one edge leads to another; then gradients are stopped at each edge, so that
-            the second does not receive those of the first.
+        nested: Whether one edge leads to another. Then gradients are stopped at each edge, so that
+            the second edge does not receive the gradients of the first.
         joined: Whether tasks also share nodes above the edges (never leaves).
     """
 
@@ -57,7 +57,7 @@ class GraphCut:
     def backward(
         self, loss: Tensor, name: str, retain_graph: bool
     ) -> tuple[Sequence[Tensor | None], dict[Tensor, Tensor]]:
-        """Return the gradients of the loss of a task at the edges, and those of its head."""
+        """Return the gradients of the loss of a task at the edges, and of its head."""
         head = self.heads[name]
         ends = [*self.edges, *map(get_gradient_edge, head)]
         grads = torch.autograd.grad(loss, ends, retain_graph=retain_graph, allow_unused=True)
@@ -93,7 +93,7 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
     if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
             f"features: the losses {', '.join(losses)} separate inside one compiled graph, which "
-            "does not show where: compile the trunk and the heads apart, or use engine='full'"
+            "does not show where: compile the trunk and the heads separately, or use engine='full'"
         )
     entered_nodes = {edge.node for edge in edges.values()}
     next_edges = chain.from_iterable(node.next_functions for node in entered_nodes)
@@ -153,7 +153,7 @@ def check_dense(task_grads: Sequence[Sequence[Tensor | None]], name: str) -> Non
 
 
 def are_disjoint(task_grads: Sequence[Sequence[Tensor | None]]) -> bool:
-    """Whether several tasks have nonzero gradients, and no entry is nonzero for two of them.
+    """Return whether several tasks have nonzero gradients, and no entry is nonzero for two of them.
 
     Such tasks cannot conflict.
     """
@@ -168,7 +168,7 @@ def are_disjoint(task_grads: Sequence[Sequence[Tensor | None]]) -> bool:
 
 
 def _overlap(grads: Sequence[Tensor], first: int | None = None) -> bool:
-    """Whether two gradients share an entry of the first ones; synchronizes with the device."""
+    """Return whether two gradients share an entry of the first ones; waits for the device."""
     masks = [grad.reshape(-1)[:first] != 0 for grad in grads]
     return len(masks) > 1 and bool((torch.stack(masks).sum(dim=0) > 1).any())
 

@@ -16,8 +16,8 @@ Item = TypeVar("Item", bound=Hashable)
 MAX_PROBES = 5
 
 # For each output of a compiled graph: the indices of the next nodes that were seen to receive a
-# gradient, and the number of probes. Several probes, as a relu may block a gradient in one batch
-# and pass it in the next.
+# gradient, and the number of probes. There are several, because a relu may block a gradient in one
+# batch and pass it in the next.
 _PROBED: WeakKeyDictionary[type, dict[int, tuple[set[int], int]]] = WeakKeyDictionary()
 
 
@@ -64,7 +64,7 @@ def leaf_of(node: Node) -> Tensor | None:
 def has_single_use_graph(
     losses: Iterable[Tensor], shared: bool = False, below: Iterable[Node] = ()
 ) -> bool:
-    """Whether a graph of the losses was compiled for one backward pass only.
+    """Return whether a graph of the losses was compiled for one backward pass only.
 
     With `shared`, only graphs that two losses reach count. Nodes reachable from `below` do not.
     """

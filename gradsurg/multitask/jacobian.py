@@ -127,9 +127,9 @@ class Jacobian:
     ) -> list[str]:
         """Find the shared parameters, that `least` tasks reach, after the last task.
 
-        Those of the groups `with_own` are shared if one task reaches them.
-        Raises TypeError for a gradient that is not dense and real; if not `strict`, its parameter
-        is not shared instead. Returns the names of those left out.
+        Parameters of the groups `with_own` are shared if one task reaches them. Raises TypeError
+        for a gradient that is not dense and real; if not `strict`, its parameter is not shared
+        instead. Returns the names of the parameters left out.
         """
         least, counts = min(least, self.num_tasks), Counter(chain.from_iterable(self.reached))
         left_out: list[int] = []
@@ -178,7 +178,7 @@ class Jacobian:
         """Return the tasks that reach one of these parameters, and the blocks with their rows.
 
         With `all_tasks`, return those that reach any parameter. The gradients are taken out of the
-        Jacobian; those of a task that does not reach a parameter are zeros.
+        Jacobian; a task that does not reach a parameter has gradients of zero there.
         """
         tasks = [
             task
@@ -289,8 +289,8 @@ class Jacobian:
     ) -> dict[Tensor, Tensor]:
         """Return the gradient of each leaf that a task reaches.
 
-        `combined` holds those of the shared parameters; all others are the weighted sums over the
-        tasks.
+        `combined` holds the gradients of the shared parameters; all others are the weighted sums
+        over the tasks.
         """
         of_params: dict[int, Tensor] = dict(combined)
         of_extra: dict[Tensor, Tensor] = {}
@@ -336,8 +336,8 @@ def jacobian_at(
 ) -> tuple[dict[GradientEdge, Tensor], Jacobian]:
     """Return the Jacobian of gradients at edges, and the edges of its columns.
 
-    Each of these edges comes with the gradient of one task; edges without any are left out. A
-    complex entry is two real entries of the Jacobian.
+    Each of these edges comes with the gradient of one task; edges without a gradient are left out.
+    A complex entry is two real entries of the Jacobian.
     """
     columns = dict(zip(edges, zip(*task_grads, strict=True), strict=True))
     found = {
@@ -393,7 +393,7 @@ class JacobianBuilder:
     def collect(self, call: BackwardCall, strict: bool) -> tuple[Jacobian, dict[str, float]] | None:
         """Return the Jacobian and the losses of the step; None before its last call.
 
-        `strict` is that of `Jacobian.finish`.
+        `strict` has the same meaning as in `Jacobian.finish`.
         """
         before = self.pending
         jacobian = self._backward(call, list({**before, **call.losses}), fresh=not before)
@@ -513,7 +513,7 @@ class JacobianBuilder:
             for index, (name, loss) in enumerate(losses.items()):
                 keep_graph = measuring or call.retain_graph or index < len(losses) - 1
                 # A checkpoint repeats its forward in each pass; only the first may update the
-                # statistics, as in a plain backward pass.
+                # statistics, like a plain backward pass.
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
                 restored = _restored(statistics) if measuring or repeated else nullcontext()
                 with call.task(name, self._attachment.clock), restored:
@@ -600,7 +600,7 @@ def check_repeatable(
 ) -> None:
     """Raise RuntimeError if a second backward pass would compute wrong gradients.
 
-    `shared` and `below` are those of `has_single_use_graph`.
+    `shared` and `below` have the same meaning as in `has_single_use_graph`.
     """
     if has_single_use_graph(losses.values(), shared, below):
         raise RuntimeError(f"losses: {SINGLE_USE}. {RECOMPILE}")

@@ -31,8 +31,8 @@ _LINEAR = {"linear", "deterministic"}
 class BackwardCall:
     """The arguments of one `live.backward` call, and the attached hooks.
 
-    `last` means that no further batch of this optimizer step follows, `retain_graph` that the graph
-    is kept for another backward pass.
+    `last` means that no further batch of this optimizer step follows. `retain_graph` means that the
+    graph is kept for another backward pass.
     """
 
     losses: Mapping[str, Tensor]
@@ -100,7 +100,7 @@ class BackwardCall:
 
     @contextmanager
     def task(self, name: str, clock: Clock) -> Iterator[None]:
-        """Tell transforms and triggers the name of the task during its backward pass."""
+        """Give transforms and triggers the name of the task during its backward pass."""
         clock.task = name
         for each in self.interventions:
             each.has_several_tasks = True
@@ -166,7 +166,7 @@ def named_losses(losses: Losses) -> dict[str, Tensor]:
 
 
 def scaled(losses: Losses, scaler: GradScaler | None) -> Losses:
-    """Return the losses times the loss scale; as they are without a scaler."""
+    """Return the losses times the loss scale; without a scaler return them unchanged."""
     if scaler is None:
         return losses
     return {name: scaler.scale(loss) for name, loss in named_losses(losses).items()}

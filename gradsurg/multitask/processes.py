@@ -18,8 +18,8 @@ def average_jacobian(
 ) -> dict[str, float]:
     """Replace the rows of all blocks by their means over the processes; return the mean losses.
 
-    Raises RuntimeError in every process if they have other tasks, or tasks that reach other
-    parameters.
+    Raises RuntimeError in every process if the processes have different tasks, or tasks that reach
+    different parameters.
     """
     reached = [sorted(of_task.intersection(jacobian.shared)) for of_task in jacobian.reached]
     means = mean_losses(group, losses, reached, jacobian.params[0].device)
@@ -35,8 +35,8 @@ def mean_losses(
 ) -> dict[str, float]:
     """Return the mean losses over the processes.
 
-    Raises RuntimeError in every process if they have other tasks, or tasks that have `reached`
-    other parameters.
+    Raises RuntimeError in every process if the processes have different tasks, or tasks that have
+    `reached` different parameters.
     """
     checksum = crc32(repr((list(losses), reached)).encode()) >> 8  # its square is exact
     # One length, so that the processes can be compared if they have other tasks.

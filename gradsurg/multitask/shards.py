@@ -24,8 +24,8 @@ def group_of(
 ) -> "distributed.ProcessGroup | None":
     """Return the processes that have the parts of the parameters, None if these are whole.
 
-    Raises TypeError if the parameters are sharded in a way, or the aggregator is of a kind, that
-    has no update by parts.
+    Raises TypeError if the update cannot be computed by parts, for a kind of sharding or of
+    aggregator.
     """
     params = [param for param in params if param.requires_grad]
     meshes = {cast(Any, param).device_mesh for param in params if is_sharded(param)}

@@ -43,44 +43,52 @@ KIND = Kind("SharedParameters", "", params_of, _watch, known_at="watch")
 
 @validated
 class SharedParameters(ParamSelector):
-    """The selected parameters that several tasks reach, whose gradients an aggregator combines.
+    """Select the parameters that several tasks reach, whose gradients an aggregator combines.
 
-    A parameter is reached by a task if the graph of its loss contains it; this is found at each
-    `live.backward(losses)`. A parameter of one task alone gets the gradient of that task; one of a
-    memory of `AGEM` or `GEM` alone is combined with gradients of zero for the other tasks. Shared
-    parameters that are not selected, and those that only the optimizer holds, get the sum. The
-    fields of the selection are those of `Parameters`.
-
-    `granularity` defines which parameters are aggregated together: the `whole`, those of each
-    `layer`, each `module`, each `tensor`, or groups given by one name pattern each, as in
-    `("encoder.*", "*")`: a parameter belongs to the first pattern that matches, and one without a
-    match is not selected. A layer is a member of the outermost `ModuleList` or `Sequential` of two
-    or more modules of one class, as the blocks of a transformer; parameters outside are grouped by
+    `granularity` defines which parameters are aggregated together: the `whole`, each `layer`, each
+    `module` or each `tensor`. Or it is one name pattern for each group, such as `("encoder.*",
+    "*")`: a parameter belongs to the first pattern that matches, and one without a match is not
+    selected. A layer is a member of the outermost `ModuleList` or `Sequential` of two or more
+    modules of one class, such as the blocks of a transformer; parameters outside are grouped by
     module. To use another aggregator for each group, attach several, each with its own selection.
+    The other fields of the selection are those of `Parameters`.
 
     The engine `full` runs one backward pass a task and stores tasks x parameters numbers, which are
     kept between steps. The engine `feature` combines the gradients at the representation that the
-    tasks share, the output of the module named by `features`, and runs one backward pass below it:
-    the upper bound MGDA-UB of Sener and Koltun, NeurIPS 2018, for any aggregator. A complex
+    tasks share, the output of the module named by `features`, and runs one backward pass below it.
+    It is the upper bound MGDA-UB of Sener and Koltun, NeurIPS 2018, for any aggregator. A complex
     representation counts as two real numbers an entry. This engine needs one forward pass a step,
     so it does not support `aggregate=False`.
 
     Under DistributedDataParallel with several processes, `reduce="mean"` averages the gradients and
-    losses of each task over the processes before the aggregator acts, by one all-reduce of tasks x
-    parameters numbers: the update is that of one process with all examples, up to rounding. With
-    `"local"` each process aggregates the gradients of its own examples, and the results are
-    averaged, which is another update for an aggregator that is not linear. The engine `feature`
-    has no mean, as its gradients are those of single examples, and needs `"local"`.
+    losses of each task over the processes before the aggregator acts. This takes one all-reduce of
+    tasks x parameters numbers, and the update equals that of one process with all examples, up to
+    rounding. With `"local"` each process aggregates the gradients of its own examples, and the
+    results are averaged, which is another update for an aggregator that is not linear. The engine
+    `feature` has no mean, because its gradients are those of single examples, and needs `"local"`.
+
+    A parameter is reached by a task if the graph of its loss contains it; this is found at each
+    `live.backward(losses)`. A parameter of one task alone gets the gradient of that task. A
+    parameter of a memory of `AGEM` or `GEM` alone is combined with gradients of zero for the other
+    tasks. Shared parameters that are not selected, and those that only the optimizer holds, get the
+    sum.
 
     A NaN or infinity in the loss or in a gradient of one task makes the update NaN, so that a run
     that diverges shows it. `on_nonfinite="skip"` leaves such a task out of the step instead, its
     own parameters too; an aggregator with a state or with a fixed number of tasks skips the step.
-    Both are counted, and warned about at the end. It reads every gradient once more, and waits for
-    the device.
+    Both are counted, and warned about at the end. This option reads every gradient once more, and
+    waits for the device.
 
     With `full`, transforms before the optimizer step see the gradient of each task. With `feature`,
-    those above the representation do; at and below it they see the combined gradient, except those
-    with a `ForTask`, which see their task at the representation too.
+    only those above the representation do. At and below it they see the combined gradient, except
+    those with a `ForTask`, which see their task at the representation too.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> surgery = gs.Surgery(gs.Intervention(gs.MGDA(), at=gs.SharedParameters()))
+    >>> with surgery.attach(model) as live:
+    ...     live.backward([model(torch.tensor(x)).sum() for x in ([1.0, 0.0], [-1.0, 2.0])])
+    >>> model.weight.grad
+    tensor([[0.5000, 0.5000]])
     """
 
     granularity: Granularity = "whole"
@@ -121,7 +129,7 @@ class SharedParameters(ParamSelector):
         if isinstance(aggregator, LossWeighting) and self != SharedParameters(reduce=self.reduce):
             raise ValueError(
                 f"{type(aggregator).__name__}: weights the losses, and so the gradients of all "
-                "parameters: it needs SharedParameters() without arguments but reduce"
+                "parameters: use SharedParameters() without arguments other than reduce"
             )
 
     def kind_at(self, stage: Stage | None) -> Kind:
@@ -203,7 +211,7 @@ def _layers(model: nn.Module) -> set[str]:
 
 
 def _layer_of(param: str, layers: Collection[str]) -> str:
-    """Return the outermost layer that has a parameter, else its module."""
+    """Return the outermost layer that has a parameter, otherwise its module."""
     parts = param.split(".")[:-1]
     paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
     return next((path for path in paths if path in layers), ".".join(parts) or ROOT)

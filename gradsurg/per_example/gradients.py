@@ -237,7 +237,7 @@ class ExampleGradients:
     def rows(self, scale: float) -> Iterator[list[Tensor]]:
         """Yield the rows times `scale`, some examples at a time: (k, *shape) for each parameter.
 
-        Few enough at a time that their memory is used again.
+        There are few enough at a time that their memory is used again.
         """
         width = sum(param.numel() for param in self.params.values())
         size = max(1, ENTRIES // max(1, width))
@@ -273,8 +273,8 @@ class ExampleGradients:
     def check_first_example(self) -> None:
         """Raise ValueError if the first example has another gradient in a batch of its own.
 
-        Left out if the model draws random numbers, or if others have hooked its modules. Waits for
-        the device.
+        The check is left out if the model draws random numbers, or if its modules have other hooks.
+        It waits for the device.
         """
         record, model = self.recorder.records[0], self.recorder.model()
         calls = [] if model is None else record.units.get(model, [])
@@ -299,7 +299,7 @@ class ExampleGradients:
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
         """Return the aggregate of the rows, for each parameter.
 
-        An aggregator that needs the Gramian alone gets it without the rows, which are made only if
+        An aggregator that needs the Gramian alone gets it without the rows. They are made only if
         they are so nearly dependent that the Gramian does not determine the update.
         """
         of_step = AggregatorContext(context.step, context.seed, context.key)
@@ -323,8 +323,8 @@ class ExampleGradients:
     def gramian(self) -> Tensor:
         """Return the Gramian of the rows without their shares, (n, n) in float64 on the CPU.
 
-        Of a layer with a rule it is computed from the inputs and output gradients where that is
-        cheaper than from the rows; these are made for one parameter at a time.
+        For a layer with a rule it is computed from the inputs and output gradients where this is
+        cheaper than from the rows, which are made for one parameter at a time.
         """
         total = torch.zeros(self.count, self.count, dtype=torch.float64)
         for param in self.params.values():

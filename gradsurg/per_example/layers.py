@@ -33,11 +33,11 @@ class Rule:
     """Base class: the rows of a parameter, and the same results from the rows."""
 
     def refusal(self, layer: Module) -> str:
-        """Why this layer has no gradients of single examples; empty if it has."""
+        """Return why this layer has no gradients of single examples; empty if it has."""
         return ""
 
     def is_batched(self, layer: Module, inputs: Tensor) -> bool:
-        """Whether the first axis of the input can have the examples."""
+        """Return whether the first axis of the input can have the examples."""
         return inputs.ndim >= 2
 
     def rows(self, call: LayerCall, name: str) -> Tensor:
@@ -280,7 +280,7 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def flat(rows: Tensor) -> Tensor:
-    """Return the rows as a matrix, (n, entries): of one column for a parameter without axes."""
+    """Return the rows as a matrix, (n, entries); a parameter without axes has one column."""
     return rows[:, None].flatten(1)
 
 

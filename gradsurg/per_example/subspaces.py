@@ -26,8 +26,10 @@ def ogd_basis(
     `batches` are inputs (n, ..) and labels (n,); the model returns logits (n, classes). Each
     example adds one vector over all trainable parameters; `before`, a basis of earlier tasks, is
     extended. The basis of a parameter is (entries, k), in float32 or wider, for
-    `ProjectSubspace(path, vectors="group")` after `torch.save(basis, path)`. Orthogonal gradient
-    descent with ground-truth logits, OGD-GTL: Farajtabar et al., AISTATS 2020 (arXiv 1910.07104).
+    `ProjectSubspace(path, vectors="group")` after `torch.save(basis, path)`.
+
+    Orthogonal gradient descent with ground-truth logits, OGD-GTL: Farajtabar et al., AISTATS 2020
+    (arXiv 1910.07104).
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     columns: list[Tensor] = []
@@ -57,12 +59,14 @@ def gpm_basis(
 ) -> Bases:
     """Return orthonormal bases of the inputs of each `Linear` and `Conv2d`, for their weights.
 
-    Column i of R holds the input of one application of the weight: a row of a linear layer's
-    input, or a patch. The basis is extended by the first left singular vectors of R - M Mᵀ R, M of
+    Column i of R holds the input of one application of the weight: a row of a linear layer's input,
+    or a patch. The basis is extended by the first left singular vectors of R - M Mᵀ R, M of
     `before`, until |M Mᵀ R|² + |its first k terms|² >= threshold |R|² (equation 9). The basis of a
     weight is (inputs, k), for `ProjectSubspace(path, vectors="rows")` at `*.weight` after
-    `torch.save(basis, path)`. Gradient projection memory: Saha, Garg and Roy, ICLR 2021 (arXiv
-    2103.09762), algorithm 1. A layer that is not called keeps its basis of `before`.
+    `torch.save(basis, path)`.
+
+    Gradient projection memory: Saha, Garg and Roy, ICLR 2021 (arXiv 2103.09762), algorithm 1. A
+    layer that is not called keeps its basis of `before`.
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold: must be > 0 and <= 1, found {threshold}")

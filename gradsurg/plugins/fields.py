@@ -126,7 +126,7 @@ def only_changed_field(owner: Any) -> str:  # Any: an instance of any dataclass
 def call_with_fields(
     factory: object, args: tuple[object, ...], fields: Mapping[str, object]
 ) -> object:
-    """Call a class or function; FieldError for fields that it does not have, with the choices."""
+    """Call a class or function; FieldError, with the choices, for fields that it does not have."""
     if not callable(factory):
         raise FieldError("", [("", f"must be a class or a function, found {factory!r}")])
     check_booleans(factory, fields)
@@ -140,7 +140,7 @@ def call_with_fields(
 
 
 def check_booleans(factory: object, fields: Mapping[str, object]) -> None:
-    """Raise FieldError for a boolean in the place of a number, which Python would take as one."""
+    """Raise FieldError for a boolean in place of a number, which Python would accept."""
     booleans = [key for key, value in fields.items() if isinstance(value, bool)]
     defaults = {key: _default(factory, key) for key in booleans}
     numbers = [key for key, default in defaults.items() if type(default) in (int, float)]

@@ -33,8 +33,9 @@ def full_message(error: BaseException) -> str:
 
 
 def place_in_user_code(error: BaseException) -> str:
-    """Return ` (mine.py, line 3)`: the innermost line that raised an error and is in no file of
-    gradsurg, of an installed package or of Python; an empty text if there is none.
+    """Return ` (mine.py, line 3)`, the innermost line of a user's code that raised an error.
+
+    Empty if all its lines are in files of gradsurg, of an installed package or of Python.
     """
     libraries = [sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")]
     others = [Path(__file__).parents[1], *map(Path, libraries)]

@@ -24,10 +24,9 @@ class _Pipe(FileIO):
 
 
 def ignore_closed_pipes() -> None:
-    """Let `| head`, a full disk or a closed stream end no command: drop the output from then on.
+    """Let a command go on after `| head`, a full disk or a closed stream, without further output.
 
-    For the outermost function of a command. A character that the encoding lacks is printed as an
-    escape.
+    For the outermost function of a command. A character that the encoding lacks is printed escaped.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

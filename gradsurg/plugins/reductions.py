@@ -20,7 +20,7 @@ _shards: "list[distributed.ProcessGroup]" = []  # a plain list, which torch.comp
 
 @contextmanager
 def of_shards(group: "distributed.ProcessGroup") -> Iterator[None]:
-    """In the block gradients are the parts of tensors that are sharded over a group of processes.
+    """Treat gradients in the block as parts of tensors that are sharded over a group of processes.
 
     `norms_of`, `joint_norm` and `norm(..., "tensor")` then return norms of the whole tensors; all
     processes must call them. Other reductions are over the parts.
@@ -100,8 +100,8 @@ def reduced_axes(per: str, ndim: int) -> tuple[int, ...]:
 def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
     """The p-norm over the reduced axes, broadcastable against `grad`; float32 or wider.
 
-    No power overflows or underflows: where the norm of the entries as they are is out of range
-    they are divided by the largest first.
+    No power overflows or underflows: where the norm of the unchanged entries is out of range they
+    are divided by the largest first.
     """
     axes = reduced_axes(per, grad.ndim)
     if per == "tensor" and _shards:
@@ -140,7 +140,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def peak(grad: Tensor, axes: tuple[int, ...] = ()) -> Tensor:
-    """The largest magnitude over the axes, which are kept, by default all; NaN if an entry is."""
+    """The largest magnitude over the axes (by default all), which are kept; NaN if one is NaN."""
     ends = grad.amax(axes, keepdim=True), grad.amin(axes, keepdim=True)
     return torch.maximum(*(end.abs() for end in ends))  # half the time of `grad.abs().amax()`
 

@@ -72,14 +72,14 @@ def name_of(fields: Mapping[str, object]) -> str:
 
 
 def is_own(fields: Mapping[str, object]) -> bool:
-    """Whether a config describes a class of gradsurg's or of PyTorch's: no code of a user's."""
+    """Return whether a config describes a class of gradsurg or PyTorch, and no code of a user."""
     return name_of(fields) != fields.get("_target_")
 
 
 def named(config: Any) -> Any:  # Any: what YAML can hold
-    """Return a config with the `name` of each plug-in in the place of its `_target_`.
+    """Return a config with the `name` of each plug-in in place of its `_target_`.
 
-    Runs are stored and hashed so: a class can move, and keeps the runs that were made with it.
+    Runs are stored and hashed in this form, so a class can move and keeps its earlier runs.
     """
     if isinstance(config, list):
         return [*map(named, config)]

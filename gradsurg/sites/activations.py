@@ -52,8 +52,8 @@ Shared by all threads, because a backward pass may run in another one.
 class Flow:
     """Transforms the tensors of each call of the modules, and repeats that in a recomputation.
 
-    `like` is a selector of this kind of site, `name_of` returns the name of a module, empty for one
-    to be left alone.
+    `like` is a selector of this kind of site. `name_of` returns the name of a module, empty for a
+    module that is left unchanged.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Flow:
         self.hooks: dict[tuple[Call, str, tuple[SiteFn, ...]], tuple[str, Hook | None]] = {}
 
     def on_output(self, module: nn.Module, args: object, *given: object) -> object:
-        """Transform the output of a module, in a forward hook; a global one gets no keywords."""
+        """Transform the output of a module, in a forward hook; a global hook gets no keywords."""
         output = given[-1]
         new = rebuilt(output, self._change_at(module))
         return None if new is output else new
@@ -159,8 +159,8 @@ class Flow:
         changed = {path: outcome for path, outcome in calls[0].items() if outcome.is_changed}
         if any(_facts(call) != _facts(calls[0]) for call in calls):
             why = (
-                "its module was called several times with a different outcome, and a recomputation "
-                "does not say which call it is. Choose all of its calls or none"
+                "its calls were transformed differently, and a recomputation does not say which "
+                "call it is. Select all calls of the module or none"
             )
         elif any(outcome.hook.moment != outcome.moment for outcome in changed.values()):
             why = "the step, a switch or the intervention changed since the forward"
@@ -185,8 +185,8 @@ class Flow:
                 why = "the block has ended between the forward and its backward"
             elif _facts(newest[0]) != _facts(record):
                 why = (
-                    "its module was called again since, and the step, a switch or the outcome was "
-                    "another one: run a backward before the next step"
+                    "its module was called again since, and the step, a switch or the result had "
+                    "changed: call backward() before the next step"
                 )
             else:
                 return
@@ -197,13 +197,16 @@ class Flow:
 
 @validated
 class Activations(ModuleSelector):
-    """The tensors that flow out of (`side="output"`) or into (`"input"`) the selected modules.
+    """Transform the tensors that flow out of or into the selected modules, in the forward pass.
 
-    Every floating tensor that a matching module returns or takes, also inside tuples, lists, dicts,
-    dataclasses and keyword arguments, is replaced by the result of the transform, in training and
-    in evaluation. `backward="through"` differentiates the transform; `"straight"` takes its
-    derivative to be one. Site ids are `name#call`, then `.input`, and the path of the tensor unless
-    it is the only one: `mix#0.input.1`, `mix#0.input.mask`.
+    `side="output"` selects the tensors that flow out of a module, `"input"` those that flow into
+    it. `backward="through"` differentiates the transform; `"straight"` takes its derivative to be
+    one. Site ids are `name#call`, then `.input`, and the path of the tensor unless it is the only
+    one: `mix#0.input.1`, `mix#0.input.mask`.
+
+    Every floating tensor that a matching module returns or takes is replaced by the result of the
+    transform, in training and in evaluation. Tensors inside tuples, lists, dicts, dataclasses and
+    keyword arguments are included.
 
     A tensor is transformed once, at its first site. A module adds no site if it returns a tensor
     unchanged from another matching module, such as an identity or a container with the output of
@@ -218,6 +221,11 @@ class Activations(ModuleSelector):
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed
     since the forward, if the block has ended, or if a later forward changed other tensors.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Activations("0"))).attach(model):
+    ...     print(torch.equal(model(torch.ones(2)), model[1].bias))
+    True
     """
 
     side: Literal["output", "input"] = "output"

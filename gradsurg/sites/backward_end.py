@@ -109,8 +109,8 @@ class _BackwardPasses:
         elif self.may_be_old:
             self._note(
                 names,
-                "a backward was left alone, as the graph was built before the intervention was "
-                "added, and DistributedDataParallel overwrites results of that pass",
+                "the gradients of a backward pass were not transformed: the graph was built "
+                "before the intervention was added and DistributedDataParallel overwrites them",
             )
 
     def _end(self, task: int, ended: _Pass) -> None:
@@ -136,8 +136,8 @@ class _BackwardPasses:
             del self.open[task]
             self._note(
                 inner.reached,
-                "a backward was called by a hook on a leaf, inside another backward: at its end "
-                "the group was not complete, and was left as it is",
+                "a hook on a leaf called backward() inside another backward pass. The group was "
+                "not complete when it ended, so its gradients were not transformed",
             )
 
     def _apply(self, ended: _Pass, hook: PlacesHook, act: Act) -> None:
@@ -145,8 +145,8 @@ class _BackwardPasses:
         gone = [name for name in params if name in ended.reached and params[name].grad is None]
         if gone:
             hook.note(
-                f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
-                "inside the backward does not wait for the group"
+                f"{', '.join(gone)} had no .grad when the backward pass ended: an optimizer that "
+                "steps inside the pass used it before the group was transformed"
             )
         acting = [
             param if ended.averages or name in ended.reached else None
@@ -167,8 +167,8 @@ class _BackwardPasses:
         if self.open.pop(task, None) is not None:
             self._note(
                 reached,
-                "a backward has failed, and the group was left as it is: what had been added to "
-                "its .grad by then is there unchanged",
+                "a backward pass has failed, and the group was not transformed: the gradients "
+                "added before the error are in .grad unchanged",
             )
 
     def _note(self, reached: Collection[str], text: str) -> None:

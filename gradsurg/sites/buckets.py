@@ -59,17 +59,18 @@ def _kind(stage: Stage, reduce: Reduce) -> Kind:
 
 @validated
 class Buckets(ParamSelector):
-    """The gradients in the buckets of DistributedDataParallel, one parameter after the other.
+    """Select the gradients in the buckets of DistributedDataParallel, one parameter after the
+    other.
 
-    Stages: `sent`, the gradient of this process, before the average (the default); `reduced`, the
-    average. Neither acts in a backward pass of `no_sync`; the next pass has the sum. A parameter
-    that this process has not used has a gradient of zeros. Parameters are selected as by
-    `Parameters`. In a program of one process, which sends nothing, both stages act on `.grad` after
-    each backward pass.
+    `stage="sent"` (the default) is the gradient of this process, before the average; `"reduced"` is
+    the average. `reduce` selects the average: `allreduce`, the one of DistributedDataParallel
+    itself, or `fp16`, PyTorch's communication hook that sends two bytes an entry. Parameters are
+    selected like for `Parameters`.
 
-    `reduce` is the average: `allreduce` as in DistributedDataParallel itself, or `fp16`, PyTorch's
-    communication hook that sends two bytes an entry. All entries are sent, also zeros. The effects
-    have the `bytes` that one process sends for a gradient.
+    Neither stage acts in a backward pass of `no_sync`; the next pass has the sum. A parameter that
+    this process has not used has a gradient of zeros. All entries are sent, also zeros. The effects
+    have the `bytes` that one process sends for a gradient. In a program of one process, which sends
+    nothing, both stages act on `.grad` after each backward pass.
 
     The model has one communication hook, which stays registered and averages as before when no
     surgery is attached. A communication hook of others is refused.

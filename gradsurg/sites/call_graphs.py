@@ -42,7 +42,7 @@ class CallGraph:
     `numbers[i]` a module call began or ended, and `owners[i]` is the innermost call from there on;
     the nodes made until the next change belong to it. `task` is the backward pass in which the call
     runs, FORWARD if it runs in none. `reached` are the nodes with their numbers, after the call;
-    `returned` are the tensors that the modules return which were asked for.
+    `returned` are the requested tensors that the modules return.
     """
 
     def __init__(self, outer: nn.Module, task: int, inputs: object) -> None:
@@ -194,8 +194,8 @@ class _Graphs:
 def meets_more(output: object, by_gradient: bool) -> bool:
     """Return whether a backward pass from `output` may reach places that the forward did not show.
 
-    A reentrant checkpoint makes its nodes in the backward pass; and `by_gradient` only there, as it
-    is known there which outputs of a node get a gradient.
+    A reentrant checkpoint makes its nodes in the backward pass. With `by_gradient`, only the
+    backward pass shows which outputs of a node get a gradient.
     """
     seen = _nodes_of(output)
     pending = [*seen]

@@ -27,12 +27,14 @@ Call = tuple[str, int]
 
 
 class CallNumbers:
-    """The calls of the modules of a model in one thread, as one kind of site numbers them.
+    """The calls of the modules of a model in one thread, numbered for one kind of site.
 
-    `depth` is the number of calls of the model that run, one inside the other. `running` are the
-    calls that have begun and not ended, each with the identity of its module and a note of the
-    kind. `at_end` are checks that run when the model's forward has ended without an error. `kept`
-    is what a kind remembers until the next call of the model.
+    Attributes:
+        depth: The number of calls of the model that run, one inside the other.
+        running: The calls that have begun and not ended, each with the identity of its module and a
+            note of the kind.
+        at_end: Checks that run when the model's forward has ended without an error.
+        kept: Values that a kind remembers until the next call of the model.
     """
 
     def __init__(self, names: Mapping[int, tuple[str, ...]], left_out: compiling.LeftOut) -> None:
@@ -58,9 +60,9 @@ class CallNumbers:
     def next(self, module: nn.Module, other: str = "") -> Call | None:
         """Number a call of the module; `other` is its name if it is not in the model.
 
-        None for one without a name, and for the recomputation of a call that has made a graph. The
-        recomputation of a call without a graph (reentrant checkpoint) has the number of that call,
-        since it makes the graph.
+        Returns None for a module without a name, and for the recomputation of a call that has made
+        a graph. The recomputation of a call without a graph (reentrant checkpoint) has the number
+        of that call, since it makes the graph.
         """
         if autograd.backward_task() != -1:
             return self._recomputed(module)
@@ -103,8 +105,8 @@ class CallNumbers:
     def leave(self, module: nn.Module) -> Any:  # Any: see `running`
         """Return the note of the call that ends; None if its beginning was not seen.
 
-        The pre-hook of a kind does not run if that of others raises, nor its hook after a
-        KeyboardInterrupt: calls that were begun later and did not end are dropped.
+        The pre-hook of a kind does not run if another hook raises first, and its hook does not run
+        after a KeyboardInterrupt. So calls that were begun later and did not end are dropped.
         """
         key, running = id(module), self.running
         if running and running[-1][0] == key:
@@ -232,9 +234,9 @@ class Shared:
 class WatchedCalls(ABC):
     """The tensors that modules take or return, hooked in each call by `before` and `after`.
 
-    In compiled code `traced` takes the place of the one that acts, and the other is left out. A
-    module that is not in `hooks` breaks the compiled graph. So does a call that cannot be traced:
-    from then on both hooks run, and the calls are numbered.
+    In compiled code `traced` replaces the hook that acts, and the other hook is left out. A module
+    that is not in `hooks` breaks the compiled graph, and so does a call that cannot be traced: from
+    then on both hooks run, and the calls are numbered.
     """
 
     acts_before = False  # and puts aliases in the place of inputs
@@ -275,7 +277,7 @@ class WatchedCalls(ABC):
 
     @abstractmethod
     def traced(self, hook: Traced, args: Args, kwargs: Keywords, output: object = None) -> object:
-        """The one that acts, in compiled code; None if only the untraced one can."""
+        """Act in compiled code; None if only the untraced hook can act."""
 
     def _in_graph(self, hook: Traced) -> list[Callable[..., object]]:
         """Return the pre-hook and the hook of a module for compiled code."""
@@ -331,7 +333,7 @@ def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
 
 
 class Leaves:
-    """The hooks on leaf tensors other than those of `Parameters`, which outlive a graph.
+    """The hooks on leaf tensors, except those of `Parameters`; they outlive a graph.
 
     They stay until the surgery is closed: after a change of its interventions they still act in
     graphs that were made before.
@@ -354,14 +356,14 @@ class Leaves:
 
 
 def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
-    """Raise the error for modules of which one is a ScriptModule, which runs no Python hooks."""
+    """Raise the error if one of the modules is a ScriptModule, which runs no Python hooks."""
     for (name, *_), module, _ in found:
         if isinstance(module, nn.Module) and module_hooks.is_scripted(module):
             door.refuse("TorchScript", kind, name)
 
 
 def name_in(found: Sequence[Named]) -> Callable[[nn.Module], str]:
-    """Return the function from modules to their first names, empty for a copy of a module."""
+    """Return a function from a module to its first name, empty for a copy of a module."""
     # By identity: the hooks must not hold the modules.
     names = {id(named.thing): named.names[0] for named in found}
     return lambda module: names.get(id(module), "")

@@ -109,7 +109,7 @@ class _GradMode(TorchFunctionMode):
             if not self.door.picking_at(place):  # its intervention was removed
                 continue
             if not is_current:
-                self.door.note(CAPTURED, f"'{place.site}' was asked for and left alone: {CHANGED}")
+                self.door.note(CAPTURED, f"'{place.site}' was requested, not changed: {CHANGED}")
             elif grad is None:
                 self.door.note_no_gradient(place, UNUSED)
             elif kwargs.get("is_grads_batched"):
@@ -172,17 +172,19 @@ CAPTURED = Kind("Captured", "", _things, watch)
 
 @validated
 class Captured(ModuleSelector):
-    """The gradients that `torch.autograd.grad` returns for parameters and module outputs.
+    """Select the gradients that `torch.autograd.grad` returns for parameters and module outputs.
 
     `pattern` and the other fields select parameters, whose site is their name, and modules, whose
-    outputs are the sites `name#call`, with a path as for `Outputs`. `call` selects outputs only,
-    `ndim` and `size` (the number of entries) parameters only. The tensor itself must be among the
-    inputs of the call: for other tensors and for gradient edges the result of PyTorch is unchanged.
+    outputs are the sites `name#call`, followed by a path like for `Outputs`. `call` selects outputs
+    only, `ndim` and `size` (the number of entries) parameters only.
 
-    Only the returned gradient changes, not the one that flows on to other inputs: for that use
-    `Outputs`. The transform gets the gradient that PyTorch returns. It acts before the hooks of an
-    output if the inputs also include a tensor from which that output was computed, otherwise after
-    them. An unused input has no gradient, unless `materialize_grads` makes zeros of it.
+    The tensor itself must be among the inputs of the call: for other tensors and for gradient edges
+    the result of PyTorch is unchanged. Only the returned gradient changes, not the one that flows
+    on to other inputs: for that use `Outputs`. The transform gets the gradient that PyTorch
+    returns. It acts before the hooks of an output if the inputs also include a tensor from which
+    that output was computed, otherwise after them.
+
+    An unused input has no gradient, unless `materialize_grads` makes zeros of it.
     `is_grads_batched` is refused, since a transform takes one gradient. Inside `torch.func` all
     tensors are wrapped, and none is a site.
 

@@ -23,15 +23,19 @@ from gradsurg.transforms.base import Need, Scope
 
 @validated
 class Combined(Selector):
-    """The places that any, all or none (field `by`) of the selectors `of` pick.
+    """Combine selectors: the places that any, all or none (field `by`) of the selectors `of` pick.
 
     `limit` keeps the places of that many calls or nodes, in the order in which they are reached.
-    `count` is the required number. It is checked when attaching for parameters, otherwise after the
-    first forward. `test` is called with each picked `Place` and may reject it. Each part of `any`
-    must match something by itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`,
-    `a.expect(count)`, `a.where(test)`.
+    `count` is the required number. `test` is called with each picked `Place` and may reject it. In
+    Python write `a | b`, `a & b`, `~a`, `a.first(limit)`, `a.expect(count)` or `a.where(test)`.
 
-    Raises ValueError if the parts of `all` have no kind of site in common.
+    The number of places is checked when attaching for parameters, otherwise after the first
+    forward. Each part of `any` must match something by itself. Raises ValueError if the parts of
+    `all` have no kind of site in common.
+
+    >>> weights = gs.Parameters() & ~gs.Parameters("*bias")
+    >>> weights.find(nn.Linear(2, 1))
+    ['weight']
     """
 
     of: Annotated[tuple[Selector, ...], Field(min_length=1)]

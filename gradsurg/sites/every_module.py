@@ -69,15 +69,16 @@ def _kind(mode: Mode) -> Kind:
 
 @validated
 class EveryModule(Leaf):
-    """Every module of the process whose name fits `pattern`, also outside the model.
+    """Act at every module of the process whose name fits `pattern`, also outside the model.
+
+    `types` is a pattern on the class. `kind` chooses the global hook and the sites. `forward_pre`
+    and `forward` change the positional inputs and the outputs of modules, like `Activations`.
+    `full_backward_pre` and `full_backward` change gradients, like `ModuleGradients`, whose limits
+    then hold for every module of the process.
 
     A module of the model has its name there (the model itself is `root`, which a pattern must spell
-    out); any other module has the name of its class: a loss is `CrossEntropyLoss#0`. `types` is a
-    pattern on the class. Calls are counted within one call of the model; a call outside it is call
-    0. `kind` chooses the global hook and the sites. `forward_pre` and `forward` change the
-      positional inputs and the outputs of modules, like `Activations`. `full_backward_pre` and
-      `full_backward` change gradients, like `ModuleGradients`, and its limits then hold for every
-      module of the process.
+    out). Any other module has the name of its class: a loss is `CrossEntropyLoss#0`. Calls are
+    counted within one call of the model; a call outside it is call 0.
 
     Calls in all threads are seen, but not those in compiled code, which ignores global hooks
     registered after it was compiled. Modules outside the model are unknown until they are called: a

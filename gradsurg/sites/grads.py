@@ -184,7 +184,7 @@ def _act_on_each(calls: Sequence[ListedFn], access: Access, *params: Tensor | No
 
 
 def _scale_or_act(hook: PlacesHook, act: Act, *params: Tensor | None) -> None:
-    """Multiply each `.grad` by its factor, in place where nothing else holds it; else act."""
+    """Multiply each `.grad` by its factor, in place where nothing else holds it; otherwise act."""
     factors = hook.factors([None if param is None else param.grad for param in params])
     if factors is None:
         act(*params)

@@ -208,23 +208,30 @@ KINDS = {
 
 @validated
 class Inputs(ModuleSelector):
-    """The floating tensors that the modules whose name fits `pattern` take, also by keyword.
+    """Select the gradients with respect to the inputs of the modules whose name fits `pattern`.
 
-    `path="branch"`: the gradient that flows back through this module alone. The module gets an
-    alias of its input, and the alias is hooked: in `h + f(h)` the gradient that bypasses `f` is
-    left alone. A container and its first child are two sites, and the gradient passes both. An
-    input that is written to in place is refused, since a hook would see none or a part of its
-    gradient. `path="total"`: a hook on the tensor itself, whose gradient is the sum over all its
-    uses; modules that take the same tensor are one site.
+    `path="branch"` is the gradient that flows back through this module alone: in `h + f(h)` the
+    gradient that bypasses `f` is left alone. `path="total"` is the sum over all uses of the tensor,
+    and modules that take the same tensor are one site. Site ids are `name#call.input`, followed by
+    the path of the tensor unless the module is called with one tensor: `mix#0.input.1` by position,
+    `mix#0.input.mask` by keyword, `.input.0.h` in a nested value.
 
-    Site ids are `name#call.input`, followed by the path of the tensor unless the module is called
-    with one tensor: `mix#0.input.1` by position, `mix#0.input.mask` by keyword, `.input.0.h` in a
-    nested value. A tensor passed twice is one site with two names. For call counts and
-    recomputations see `Outputs`; inside a reentrant checkpoint a total is the sum over the uses in
-    it. Calls without gradients are not hooked.
+    Every floating tensor that a module takes is hooked, also by keyword. For a branch the module
+    gets an alias of its input, and the alias is hooked. So a container and its first child are two
+    sites, and the gradient passes both. For a total the tensor itself is hooked. A tensor passed
+    twice is one site with two names.
 
-    An alias changes no value. But if a module reads its input several times and others read it too,
-    gradients are summed branch by branch, which may change the last bit of the sum.
+    A branch input that is written to in place is refused, since a hook would see none or a part of
+    its gradient. For call counts and recomputations see `Outputs`; inside a reentrant checkpoint a
+    total is the sum over the uses in it. Calls without gradients are not hooked. An alias changes
+    no value. But if a module reads its input several times and others read it too, gradients are
+    summed branch by branch, which may change the last bit of the sum.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Inputs("1"))).attach(model):
+    ...     model(torch.ones(2)).sum().backward()
+    >>> model[0].bias.grad, model[1].bias.grad
+    (tensor([0., 0.]), tensor([1.]))
     """
 
     path: Literal["branch", "total"] = "branch"

@@ -30,11 +30,12 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
 
     `example_input` is the input of the model: a value, a tuple of several, or a dict of keyword
     arguments. The model runs once on a copy of it, and a second time with the hooks of `at`; there
-    is no backward pass. Buffers, random states, gradients and hooks are restored. Raises
-    LookupError, listing the choices, if nothing is selected.
+    is no backward pass. Buffers, random states, gradients and hooks are restored.
+
+    Raises LookupError, listing the choices, if nothing is selected.
     """
     if autograd.in_backward():
-        raise RuntimeError("a tree takes a forward of its own: not inside a backward")
+        raise RuntimeError("a tree runs the model, which is not possible inside a backward pass")
     model = inner_model(model)
     before = param_versions(model)
     walk, loose = _Walk(model), list[SiteLine]()
@@ -262,10 +263,10 @@ def _notes(walk: _Walk, at: Selector | None, changed: Sequence[str]) -> list[str
         outputs = ", ".join(path for path, spec in walk.rows[0].outputs if spec is None)
         notes.append(f"no autograd node is known: none leads to {outputs or 'what it returns'}")
     if walk.hides_nodes:
-        notes.append("a reentrant checkpoint makes its nodes in the backward: not all are here")
+        notes.append("nodes that a reentrant checkpoint makes in the backward pass are not listed")
     if _reaches_outside(at):
-        notes.append("EveryModule meets modules outside the model too: they are not here")
+        notes.append("EveryModule also acts at modules outside the model, which are not listed")
     if changed:
         names = ", ".join(changed)
-        notes.append(f"the forward has written to parameters, and they stay so: {names}")
+        notes.append(f"the forward has changed parameters, which were not restored: {names}")
     return notes

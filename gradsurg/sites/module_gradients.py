@@ -38,9 +38,9 @@ Grads = tuple[Tensor | None, ...]
 class BackwardPasses:
     """The backward passes of modules, each hooked at the end of a call.
 
-    PyTorch reads the table of backward hooks before a call, and a hook needs the call's index: so
-    one without effect is registered, and replaced for each call. `name_of` returns the name of a
-    module, empty for one to be left alone.
+    PyTorch reads the table of backward hooks before a call, and a hook needs the call's index. So a
+    hook without effect is registered, and replaced for each call. `name_of` returns the name of a
+    module, empty for a module without hooks.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ def suppress_warning(stack: ExitStack) -> None:
     """Suppress PyTorch's warning about a module whose inputs need no gradient.
 
     It would be emitted in each backward pass, also if only gradients of outputs are asked for. The
-    ledger reports sites at which no gradient passes for that reason.
+    ledger reports the sites at which no gradient passes for that reason.
     """
     # A number in a regex comment makes the filter differ from those of other attachments.
     taken = {entry[1].pattern for entry in warnings.filters if isinstance(entry[1], re.Pattern)}
@@ -173,22 +173,26 @@ def _watch(mode: module_hooks.Kind, door: Door, found: Sequence[Named], shared: 
 
 @validated
 class ModuleGradients(ModuleSelector):
-    """The full backward hooks of the modules whose name fits `pattern`.
+    """Register PyTorch's full backward hooks on the modules whose name fits `pattern`.
 
-    `kind="full_backward_pre"`: the gradients of the outputs of a module, at sites `name#call`.
-    `kind="full_backward"`: the gradients of its positional inputs, at sites `name#call.input`. A
-    change does not reach the parameters of the module itself; see `Inputs` with `path="branch"`.
-    The path of the tensor follows if there are several: `lstm#0.0`.
+    `kind="full_backward_pre"` hooks the gradients of the outputs of a module, at sites `name#call`.
+    `kind="full_backward"` hooks the gradients of its positional inputs, at sites `name#call.input`,
+    where a change does not reach the parameters of the module itself (see `Inputs` with
+    `path="branch"`). The path of the tensor follows if there are several: `lstm#0.0`.
 
-    Prefer `Outputs` and `Inputs`. PyTorch wraps the inputs and outputs of a hooked module in views
-    at every call, selected or not. So an operation after the module must not write to its output in
-    place (PyTorch raises), and an unused input gets a gradient of zeros instead of none.
-    `torch.autograd.grad(y, weight)` bypasses `full_backward`. `torch.compile` breaks the graph
-    there and refuses `fullgraph=True`. Inside `torch.func` such a module raises. The hooks ignore
-    tensors passed by keyword or inside lists and dicts: the ledger lists these, and a call without
-    others raises. If no input needs a gradient the ledger says so once; PyTorch's own warning about
-    it, in each backward pass, is suppressed while the block is open. The deprecated
-    `register_backward_hook` is not offered, and a module that has such a hook is refused.
+    Prefer `Outputs` and `Inputs`, since these hooks have limits:
+
+    - PyTorch wraps the inputs and outputs of a hooked module in views at every call, selected or
+      not. So an operation after the module must not write to its output in place (PyTorch raises),
+      and an unused input gets a gradient of zeros instead of none.
+    - `torch.autograd.grad(y, weight)` bypasses `full_backward`. `torch.compile` breaks the graph
+      there and refuses `fullgraph=True`. Inside `torch.func` such a module raises.
+    - The hooks ignore tensors passed by keyword or inside lists and dicts: the ledger lists these,
+      and a call without others raises.
+    - If no input needs a gradient the ledger says so once; PyTorch's own warning about it, in each
+      backward pass, is suppressed while the block is open.
+    - The deprecated `register_backward_hook` is not offered, and a module that has such a hook is
+      refused.
     """
 
     kind: module_hooks.Kind = "full_backward_pre"

@@ -55,7 +55,7 @@ def residual_edges(node: Node) -> tuple[int, ...]:
 
     Both operands come from one tensor, and the branch is the one that is further from it; the other
     is the skip connection, perhaps with a projection. The branch has a matrix product or a
-    convolution: the sums in a rotary embedding or a gelu are no residual connections.
+    convolution: the sums in a rotary embedding or a gelu are not residual connections.
     """
     operands = [source for source, _ in node.next_functions if source is not None]
     if len(operands) != 2 or any(map(_is_parameter, operands)):

@@ -33,8 +33,8 @@ IN_COMPILED = (
     "torch.compile has compiled it, so that its operations are one node; use Outputs there"
 )
 ONE_NODE = (
-    "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
-    "there are others"
+    "it acted on nodes of code that torch.compile compiled, which combine many operations: eager "
+    "code has other nodes"
 )
 
 Register = Callable[[Node], object]
@@ -171,30 +171,40 @@ KINDS["enter"] = replace(KINDS["enter"], known_at="backward")
 
 @validated
 class Nodes(Leaf):
-    """The autograd nodes of one kind, made inside the modules whose name fits `module`.
+    """Select the autograd nodes of one kind, made inside the modules whose name fits `module`.
 
-    `pattern` is the name of a node, or a glob or `re:` on it. `Mul` fits every overload,
-    `MulBackward1` only that one. Or it is a family: activation, attention, conv, loss, matmul,
-    norm, rectifier, rnn, softmax. A rectifier is a ReLU or ReLU6; to PyTorch the latter is a
-    Hardtanh, so that `nn.Hardtanh` is one too. `types` is a pattern on the class of the module.
+    `pattern` is the name of a node, or a glob or `re:` on it: `Mul` fits every overload,
+    `MulBackward1` only that one. It may also be a family: activation, attention, conv, loss,
+    matmul, norm, rectifier, rnn, softmax. A rectifier is a ReLU or ReLU6; to PyTorch the latter is
+    a Hardtanh, so that `nn.Hardtanh` is one too. `types` is a pattern on the class of the module.
     `call` picks one call of the module, `occurrence` one of several such nodes in the call, in the
     order in which they were made.
 
-    `side="enter"` is a node prehook on the gradients with respect to the outputs of the operation;
-    `side="leave"` a node posthook on those with respect to its inputs, of which `edge` picks one.
-    Site ids are `module#call/Name[occurrence]`, such as
+    `side="enter"` is a node prehook on the gradients with respect to the outputs of the operation.
+    `side="leave"` is a node posthook on the gradients with respect to its inputs, of which `edge`
+    picks one. Site ids are `module#call/Name[occurrence]`, such as
     `encoder.layers.0.linear1#0/AddmmBackward[0]`, followed by `.edge` at `side="leave"`.
+
     `edge="residual"` selects, of the additions that end a residual connection, the edge into the
-    branch, and none of other nodes. Both operands of such an addition come from one tensor; the
-    branch is the one that is further from it in the graph, with a matrix product or a convolution.
+    branch, and none of other nodes. Both operands of such an addition come from one tensor. The
+    branch is the operand that is further from that tensor in the graph, with a matrix product or a
+    convolution.
 
     A node belongs to the innermost module that was running when it was made; nodes made in the
     model's own forward belong to `root`. So a weight's autocast cast, made once, belongs to the
-    first call that needs it; a view of a tensor changed in place, to the first call that reads it.
-    Nodes of a reentrant checkpoint are hooked in the backward pass, except those made outside of
-    modules. Not found are nodes on which no output of the model depends, and nodes made after the
-    model (use `gs.hook(loss.grad_fn, ...)`) or in a backward pass. Raises LookupError after the
-    first forward if no node is selected.
+    first call that needs it. A view of a tensor changed in place belongs to the first call that
+    reads it. Nodes of a reentrant checkpoint are hooked in the backward pass, except those made
+    outside of modules.
+
+    Not found are nodes on which no output of the model depends, and nodes made after the model (use
+    `gs.hook(loss.grad_fn, ...)`) or in a backward pass. Raises LookupError after the first forward
+    if no node is selected.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Nodes("Addmm", "0"))).attach(model):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    >>> model[0].bias.grad, model[1].bias.grad
+    (tensor([0., 0.]), tensor([1.]))
     """
 
     pattern: Pattern
@@ -207,7 +217,7 @@ class Nodes(Leaf):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-    compile_limit: ClassVar[str] = "what is compiled runs as one node"
+    compile_limit: ClassVar[str] = "compiled code runs as one node"
 
     def __post_init__(self) -> None:
         if self.edge is not None and self.side == "enter":
@@ -271,7 +281,7 @@ def nothing_made(query: Leaf, field: str, where: str, memory: Memory) -> Selecti
     given = "".join(f" ({name}={number})" for name, number in numbers if number is not None)
     inside = "" if where == "*" else f" in '{where}'"
     is_compiled = any(plain(place.node) == compiling.COMPILED for place in memory.rejected)
-    hint = " What is compiled runs as one node: use Outputs there." * is_compiled
+    hint = " Compiled code runs as one node: use Outputs there." * is_compiled
     listed = nearest("" if pattern in choices else pattern, choices)
     text = f"no node{inside} is selected by '{pattern}'{given}. {listed}{hint}"
     return SelectionError(query, field, text)

@@ -98,18 +98,28 @@ OUTPUTS = Kind("Outputs", "", modules_of, _Watched, is_traced=True)
 
 @validated
 class Outputs(ModuleSelector):
-    """The outputs of the modules whose name fits `pattern`, a glob or `re:`; `call` picks one call.
+    """Select the gradients with respect to the outputs of the modules whose name fits `pattern`.
 
-    A tensor hook on every floating tensor that a matching module returns, also inside tuples,
-    lists, dicts and dataclasses: its gradient is the sum over all uses of that output. Site ids are
-    `name#call`, followed by the path of the tensor if there are several: `encoder.lstm#0.1.0`.
-    `item` picks tensors by that path, as "0" or "1.*"; a module without such a tensor is left out.
-    Calls are counted from 0 within one call of the model. Modules that return the same tensor (a
-    container and its last child) are one site, unless it was changed in place between them. A
-    module that returns its input (an identity, dropout in evaluation) returns an alias of it while
-    it is hooked. The gradient then comes from its output alone, without other uses of the input. As
-    for `Inputs`, sums over several uses may then differ in the last bit. The recomputation of a
-    checkpoint is not hooked again, except in a reentrant checkpoint, whose forward makes no graph.
+    `call` picks one call, counted from 0 within one call of the model. `item` picks tensors by
+    their path in the output, such as "0" or "1.*"; a module without such a tensor is left out. Site
+    ids are `name#call`, followed by the path of the tensor if there are several:
+    `encoder.lstm#0.1.0`.
+
+    A tensor hook is registered on every floating tensor that a matching module returns, also inside
+    tuples, lists, dicts and dataclasses. Its gradient is the sum over all uses of that output.
+
+    Modules that return the same tensor (a container and its last child) are one site, unless it was
+    changed in place between them. A module that returns its input (an identity, dropout in
+    evaluation) returns an alias of it while it is hooked. The gradient then comes from its output
+    alone, without other uses of the input, and sums over several uses may differ in the last bit
+    (see `Inputs`). The recomputation of a checkpoint is not hooked again, except in a reentrant
+    checkpoint, whose forward makes no graph.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Outputs("0"))).attach(model):
+    ...     model(torch.ones(2)).sum().backward()
+    >>> model[0].bias.grad, model[1].bias.grad
+    (tensor([0., 0.]), tensor([1.]))
     """
 
     item: Pattern = "*"

@@ -56,21 +56,24 @@ KINDS = {kind.mode: kind for kind in (BACKWARD, ACCUMULATED, BACKWARD_END, STEP)
 
 @validated
 class Parameters(ParamSelector):
-    """The gradients of the parameters whose name fits `pattern`, a glob or `re:`.
-
-    The stage `backward`, the default of tensor transforms, is the gradient of one backward pass
-    before it is added to `.grad`. `accumulated` is the running sum in `.grad` after each backward
-    pass, and `backward_end` all `.grad`s at the end of a pass. `step`, the default of group
-    transforms, is the unscaled and accumulated gradient that the optimizer is about to use.
+    """Select the gradients of the parameters whose name fits `pattern`, a glob or `re:`.
 
     `types` is a pattern on the class of the module that owns the parameter; `depth`, `index`,
-    `ndim` and `size` (its number of entries) are a number or a pair (lowest, highest). A tied
-    parameter is one site with several names. A frozen parameter is skipped and reported in the
-    ledger.
+    `ndim` and `size` (its number of entries) are a number or a pair (lowest, highest). The stages:
+
+    - `backward`, the default of tensor transforms, is the gradient of one backward pass before it
+      is added to `.grad`;
+    - `accumulated` is the running sum in `.grad` after each backward pass;
+    - `backward_end` is all `.grad`s at the end of a pass;
+    - `step`, the default of group transforms, is the unscaled and accumulated gradient that the
+      optimizer is about to use.
+
+    A tied parameter is one site with several names. A frozen parameter is skipped and reported in
+    the ledger.
 
     At `step` the parameters are those that fit and that the optimizers hold at each step, also
-    frozen ones that are trained later. A group transform acts on those of all optimizers before
-    the first of them steps.
+    frozen ones that are trained later. A group transform acts on those of all optimizers before the
+    first of them steps.
 
     At `backward_end`, which needs no optimizer, a transform acts on the parameters that the pass
     has reached; an older `.grad` of others is left alone. The parameters of a nested backward pass
@@ -79,6 +82,12 @@ class Parameters(ParamSelector):
     exception, and an optimizer that steps and clears `.grad` inside the pass. In
     DistributedDataParallel it acts after the average, on all parameters, and not in a pass of
     `no_sync` or one that does not reach the output of the model.
+
+    >>> model = nn.Linear(2, 1)
+    >>> with gs.Surgery(gs.Intervention(gs.Sign(), at=gs.Parameters("weight"))).attach(model):
+    ...     model(torch.tensor([1.0, -2.0])).sum().backward()
+    >>> model.weight.grad, model.bias.grad
+    (tensor([[ 1., -1.]]), tensor([1.]))
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward", "accumulated", "backward_end", "step")

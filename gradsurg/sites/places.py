@@ -219,7 +219,8 @@ class Memory:
 
 
 class Selector(ABC):
-    """Picks places. A selector is a tree, whose leaves test the fields of one kind of site.
+    """Pick places in a model. A selector is a tree, whose leaves test the fields of one kind of
+    site.
 
     Selectors combine: `a | b` picks the places of either, `a & b` the places of both, `~a` all
     places that `a` does not pick. `a.expect(n)` requires n places. `a.first(n)` keeps the first n
@@ -258,8 +259,8 @@ class Selector(ABC):
     def check_aggregator(self, aggregator: Aggregator) -> None:
         """Raise ValueError if the aggregator cannot act here."""
         raise ValueError(
-            f"{type(aggregator).__name__}: makes one gradient of those of several tasks, which is "
-            f"done at SharedParameters, found at={type(self).__name__}"
+            f"{type(aggregator).__name__}: an aggregator acts at SharedParameters, where it "
+            f"combines the gradients of several tasks, found at={type(self).__name__}"
         )
 
     def find(self, model: nn.Module) -> list[str]:
@@ -295,7 +296,7 @@ class Selector(ABC):
         """Return whether a place is picked."""
 
     def unmatched(self, memory: Memory) -> "Iterator[Selector]":
-        """Yield the parts that have picked no place though they should."""
+        """Yield the parts that should have picked a place and have picked none."""
         yield from ()
 
     def unmet(
@@ -303,8 +304,8 @@ class Selector(ABC):
     ) -> "Iterator[tuple[str, str]]":
         """Yield the site ids that are expected at near names at which no place was `met`.
 
-        Each with the reason why none will be, empty if that is not known. A place that was not
-        picked needs none; one with a negative `occurrence` stands for a place that there is not.
+        Each comes with the reason why none will be, empty if it is not known. A place that was not
+        picked needs no reason; a place with a negative `occurrence` stands for a missing one.
         """
         settled: set[str] = set()  # ids and names that need no reason
         for place in memory.rejected:
@@ -326,8 +327,8 @@ class Selector(ABC):
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
         """Return the error for a forward in which no place was picked.
 
-        `may_meet_nodes` says that its backward pass may make nodes, of a reentrant checkpoint: None
-        if they may be picked.
+        `may_meet_nodes` is True if its backward pass may make nodes, in a reentrant checkpoint:
+        None is returned if they may be picked.
         """
         if any(name == ELSEWHERE for _, name in memory.near[self]):
             return None  # modules outside the model may be called in a later forward
@@ -387,12 +388,16 @@ class Leaf(Selector):
 
     @abstractmethod
     def kind_at(self, stage: Stage | None) -> Kind:
-        """Return the kind of site whose places it picks at a stage; None means its own one."""
+        """Return the kind of site whose places it picks at a stage; None means the selector's own
+        stage.
+        """
 
     @abstractmethod
     def near(self, named: Named) -> Sequence[str]:
-        """Return the names that its places may have at a module or parameter: the matching ones of
-        a module, whose calls take them in turn, and the first one of a parameter.
+        """Return the names that its places may have at a module or parameter.
+
+        These are the matching names of a module, whose calls take them in turn, or the first name
+        of a parameter.
         """
 
     @abstractmethod
@@ -401,12 +406,12 @@ class Leaf(Selector):
 
     @abstractmethod
     def picks(self, place: Place) -> bool:
-        """Return whether a place with a near name fits the fields that tell places apart."""
+        """Return whether a place with a near name fits the other fields, such as the call."""
 
     def expected(self, name: str) -> str:
         """Return the site id for the warning that no place was met at a near name.
 
-        Empty if there need be none.
+        Empty if no warning is needed.
         """
         return name
 
@@ -425,7 +430,7 @@ class Leaf(Selector):
 
     @property
     def picks_items(self) -> bool:
-        """Whether it tells the tensors of one call apart."""
+        """Whether it distinguishes the tensors of one call."""
         return False
 
     def resolve(self, scope: Scope) -> Stage:
@@ -498,8 +503,8 @@ class Hook(Protocol):
 class Traced(Protocol):
     """A function that acts at each call of a module, for code that torch.compile traces.
 
-    `mark(key)` is called while it is traced: it notes the site in the ledger, and returns whether
-    to act there. `call` is a function of the gradient without side effects.
+    `mark(key)` is called during tracing. It notes the site in the ledger, and returns whether to
+    act there. `call` is a function of the gradient without side effects.
     """
 
     @property
@@ -519,10 +524,10 @@ class PlacesHook(Protocol):
     time, and an unchanged gradient as it is. It takes the list over, and drops each gradient once
     its result was yielded. It returns the list itself if nothing acts. A transform of one gradient
     may be called place by place instead, by `calls`. `order` is the position of the intervention in
-    its surgery; `is_new` says that the surgery, or an optimizer, is just being attached.
+    its surgery; `is_new` is True while the surgery, or an optimizer, is being attached.
 
-    A kind sets `values`, which read the tensors whose gradients pass, and `gradients`, which read
-    those of which the optimizer made updates, each in the order of the places.
+    A kind sets `values` and `gradients`, each in the order of the places. `values` read the tensors
+    whose gradients pass, `gradients` those of which the optimizer made updates.
     """
 
     values: Sequence[ReadTensor]
@@ -535,7 +540,9 @@ class PlacesHook(Protocol):
     def calls(self) -> Sequence[ListedFn]: ...
 
     def factors(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | float | None] | None:
-        """Return the factor of each gradient if the hook would multiply by it alone, else None."""
+        """Return the factor of each gradient if the hook would multiply by it alone, otherwise
+        None.
+        """
         ...
 
     @property
@@ -562,8 +569,9 @@ class PlacesHook(Protocol):
         """Record a warning about the intervention, emitted when the surgery ends."""
 
     def state(self, key: str) -> dict[str, Tensor]:
-        """Return tensors of the kind's own that are saved with the surgery, to be changed in place;
-        get them anew in each step.
+        """Return tensors of the kind that are saved with the surgery, to be changed in place.
+
+        They may be replaced between steps, so get them anew in each step.
         """
         ...
 
@@ -571,9 +579,12 @@ class PlacesHook(Protocol):
 class Door(Protocol):
     """One attachment, from the view of a kind.
 
-    `stack` takes the removals of the hooks that are being registered: a kind reads it in `watch`
-    alone. `leaves` takes those of hooks on leaf tensors. `steps` are the optimizers. `kept` holds
-    what a kind needs again when it watches anew, by a key of its own.
+    Attributes:
+        stack: Takes the removals of the hooks that are being registered; a kind reads it in `watch`
+            alone.
+        leaves: Takes the removals of hooks on leaf tensors.
+        steps: The optimizers.
+        kept: Values that a kind needs again when it watches anew, by a key of its own.
     """
 
     stack: ExitStack
@@ -601,8 +612,8 @@ class Door(Protocol):
 
         `value` is the tensor whose gradient will pass: if it needs none, that is noted. With `own`
         the value itself is hooked, and hooks that act on it already, under another site id, are
-        left out: their sites are the same place. `acted` are the functions of such hooks, if it is
-        not PyTorch that has them.
+        left out: their sites are the same place. `acted` are the functions of such hooks, if
+        PyTorch does not have them.
         """
         ...
 
@@ -628,7 +639,7 @@ class Door(Protocol):
         ...
 
     def traced(self, kind: Kind, found: Sequence[Named]) -> "Mapping[nn.Module, Traced]":
-        """Return the hook of each of these modules in compiled code; others break its graph.
+        """Return the hook of each of these modules in compiled code; other modules break its graph.
 
         Called in `watch` alone.
         """
@@ -638,7 +649,7 @@ class Door(Protocol):
         """Note why no gradient will pass at a place, if an intervention has picked it."""
 
     def note(self, kind: Kind, text: str) -> None:
-        """Record a warning about the interventions at a kind, told when the surgery ends."""
+        """Record a warning about the interventions at a kind, emitted when the surgery ends."""
 
     def at_end(self, kind: Kind, check: Callable[[], str]) -> None:
         """Have `check` called when the surgery ends, and note the text that it returns, if any."""

@@ -28,8 +28,8 @@ VIEWS |= {"Transpose", "Unsqueeze", "UnsafeView", "View"}
 
 PARAMETRIZED = "the weights that a parametrization computes are taken for activations"
 COMPILED_SAVES = (
-    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
-    "than in eager, and other tensors in them"
+    "code that torch.compile compiled chooses which tensors it saves: there may be fewer sites "
+    "than in eager code, with other tensors"
 )
 
 ALL = ("activations", "parameters")
@@ -255,32 +255,34 @@ def _kind(mode: str, of: str) -> Kind:
 
 @validated
 class SavedTensors(ModuleSelector):
-    """The tensors saved by the forward of the selected modules, when backward reads them back.
+    """Transform the tensors saved by the forward of the selected modules, when backward reads them
+    back.
 
-    The forward pass is unchanged; the backward pass computes with the transformed tensors, as with
-    activations stored in few bits. Every floating tensor saved during a call of a matching module
-    is a site, `name#call.number` in the order of saving; of nested modules it belongs to the
-    innermost that matches. `node` selects the tensors saved by one kind of autograd node: a name, a
-    pattern or a family, as for `Nodes`. Then the site is the node's with PyTorch's name for the
-    saved tensor, `act#0/ReluBackward[0].result`. The pattern `block` selects all tensors saved
-    while the block is open, also outside of modules, but only in the thread that attached; its one
-    site is `block`.
+    The pattern `block` selects all tensors saved while the block is open, also outside of modules,
+    but only in the thread that attached; its one site is `block`. `node` selects the tensors saved
+    by one kind of autograd node: a name, a pattern or a family (see `Nodes`). The site is then the
+    node's with PyTorch's name for the saved tensor, `act#0/ReluBackward[0].result`. `of` is the
+    kind of tensor. `parameters` are the weights, their views and casts, and the tensors in their
+    place in a `torch.func.functional_call`. `activations` are all other floating tensors except
+    buffers, such as the statistics of a norm or the mask of a dropout. They include a weight that
+    the model computes by a parametrization such as `weight_norm`, by pruning or by another network.
+    `all` is both.
 
-    `of` is the kind of tensor. `parameters` are the weights, their views and casts, and the tensors
-    in their place in a `torch.func.functional_call`. `activations` are all other floating tensors
-    except buffers, such as the statistics of a norm or the mask of a dropout. They include a weight
-    that the model computes by a parametrization such as `weight_norm`, by pruning or by another
-    network. `all` is both. Integer tensors, such as indices, are never changed. The cast of a
-    frozen weight has no graph: such a tensor with the shape of a frozen weight in another dtype is
-    taken for it.
+    The forward pass is unchanged; the backward pass computes with the transformed tensors, for
+    example with activations stored in few bits. Every floating tensor saved during a call of a
+    matching module is a site, `name#call.number` in the order of saving; of nested modules it
+    belongs to the innermost that matches. A tensor is read once in each backward pass, and counted
+    then.
 
-    The transform is a constant to autograd, so a backward pass with `create_graph` raises. A tensor
-    is read once in each backward pass, and counted then. A tensor changed in place since it was
-    saved raises the error that PyTorch would raise. Other saved-tensor hooks, such as a
-    checkpoint's or `save_on_cpu`, stay active, and the transform gets the tensors that they return.
-    Two exceptions: with `node`, a saved tensor that has such hooks raises; with `block`, tensors
-    packed by them are not seen. Compiled code decides itself which tensors it saves; a warning on
-    detach says so.
+    Integer tensors, such as indices, are never changed. The cast of a frozen weight has no graph:
+    such a tensor with the shape of a frozen weight in another dtype is taken for it. The transform
+    is a constant to autograd, so a backward pass with `create_graph` raises. A tensor changed in
+    place since it was saved raises the error that PyTorch would raise.
+
+    Other saved-tensor hooks, such as a checkpoint's or `save_on_cpu`, stay active, and the
+    transform gets the tensors that they return. There are two exceptions. With `node`, a saved
+    tensor that has such hooks raises; with `block`, tensors packed by them are not seen. Compiled
+    code decides itself which tensors it saves; a warning on detach says so.
     """
 
     node: Pattern | None = None
@@ -288,13 +290,13 @@ class SavedTensors(ModuleSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)
     changes: ClassVar[str] = "saved tensors"
-    compile_limit: ClassVar[str] = "what is compiled chooses by itself what it saves"
+    compile_limit: ClassVar[str] = "compiled code chooses by itself which tensors it saves"
 
     def __post_init__(self) -> None:
         fields = ("types", "depth", "index", "call", "node")
         asked = [name for name in fields if getattr(self, name) not in (None, "*")]
         if self.pattern == BLOCK and asked:
-            raise Contradiction(asked[0], "pattern 'block' is all that is saved anywhere")
+            raise Contradiction(asked[0], "pattern 'block' selects all saved tensors")
 
     def kind_at(self, stage: Stage | None) -> Kind:
         mode = BLOCK if self.pattern == BLOCK else "module" if self.node is None else "node"
@@ -324,8 +326,8 @@ class SavedTensors(ModuleSelector):
             super().check(things, memory)
         elif any(BLOCK in named.names for named in modules_of(found[0].owners[0])):
             raise ValueError(
-                "SavedTensors: 'block' stands for all that is saved while the block is open, and "
-                "the model has a module of this name. Write 're:block' for the module"
+                "SavedTensors: 'block' selects all tensors saved while the block is open, and the "
+                "model has a module of this name. Write 're:block' for the module"
             )
 
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:

@@ -79,10 +79,11 @@ _tables: ContextVar[tuple[nn.Module, dict[object, Any]] | None] = ContextVar(
 
 @contextmanager
 def one_scan(model: nn.Module) -> Iterator[None]:
-    """Keep in the block the results of `scanned` functions; the model must not change there.
+    """Keep the results of `scanned` functions in the block; the model must not change there.
 
     The garbage collector pauses, if it is enabled. While thousands of hooks are made, it would
-    search all objects of the process again and again, for four fifths of the time of attaching.
+    otherwise search all objects of the process again and again, for four fifths of the time of
+    attaching.
     """
     held = _tables.get()
     if held is not None and held[0] is model:
@@ -187,7 +188,7 @@ def nothing_matched(
 ) -> SelectionError:
     """Return the error for a selector whose `field` matches none of `names`, which it lists.
 
-    A known `reason`, a sentence, takes the place of the nearest name.
+    A known `reason`, a sentence, replaces the nearest name.
     """
     choices = list(names)
     # The literal part of a glob such as 'hiden.*' is compared with the parts of the names.

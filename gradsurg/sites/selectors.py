@@ -29,7 +29,7 @@ from gradsurg.torch_internals import compiling
 
 @validated
 class NamedSelector(Leaf):
-    """The modules or parameters whose name fits `pattern`; base of the kinds that hook them."""
+    """Select modules or parameters whose name fits `pattern`; base of the kinds that hook them."""
 
     pattern: Pattern = "*"
     types: Types = "*"
@@ -56,7 +56,7 @@ class NamedSelector(Leaf):
         return f"{self.pattern}' with '{extra}" if extra else self.pattern
 
     def nothing_near(self, found: Sequence[Named], reason: str = "") -> SelectionError:
-        """Return the error for fields that fit none of these, for a known reason."""
+        """Return the error for fields that fit none of these, with a `reason` if it is known."""
         asked = self._asked()
         field = asked[0] if len(asked) == 1 and self.pattern == "*" else "pattern"
         return nothing_matched(self, field, self.described(), names_in(found), reason)
@@ -69,12 +69,12 @@ class NamedSelector(Leaf):
 
 @validated
 class ModuleSelector(NamedSelector):
-    """The modules whose name fits `pattern`, a glob or `re:`.
+    """Select the modules whose name fits `pattern`, a glob or `re:`.
 
     `types` is a pattern on the name of the class or of a base class (or the class itself). `depth`
     is the number of parts of the name: 1 for children of the model, 0 for the model. `index` is the
-    last number in the name, as the position in a Sequential. Each is a number or a pair (lowest,
-    highest). `call` picks one call, counted from 0 within one call of the model.
+    last number in the name, such as the position in a Sequential. Each is a number or a pair
+    (lowest, highest). `call` picks one call, counted from 0 within one call of the model.
 
     A module with several names can be selected by each; its calls take the names in turn. The model
     itself is `root`, which a pattern must spell out unless the model has no submodules.
@@ -114,11 +114,11 @@ class ModuleSelector(NamedSelector):
 
 @validated
 class ParamSelector(NamedSelector):
-    """The parameters whose name fits `pattern`, a glob or `re:`.
+    """Select the parameters whose name fits `pattern`, a glob or `re:`.
 
     `types` is a pattern on the class of the module that owns the parameter. `depth` and `index`
-    describe the name of that module as for `ModuleSelector`, `ndim` and `size` (the number of
-    entries) the parameter; each is a number, or a pair (lowest, highest).
+    describe the name of that module (see `ModuleSelector`), `ndim` and `size` (the number of
+    entries) the parameter. Each is a number, or a pair (lowest, highest).
     """
 
     ndim: Range | None = None
@@ -174,14 +174,16 @@ def names_in(found: Sequence[Named]) -> list[str]:
 
 
 def offered_names(named: Named, pattern: str) -> Sequence[str]:
-    """Return the names of a module. A model with submodules has one only if it is spelt out."""
+    """Return the names of a module. A model with submodules has a name only if the pattern spells
+    it out.
+    """
     if ROOT in named.names and pattern != ROOT and any(named.owners[0].children()):
         return [name for name in named.names if name != ROOT]
     return named.names
 
 
 def picks_call(call: int | None, place: Place) -> bool:
-    """Return whether a place is in the call that is picked, of which None means all."""
+    """Return whether a place is in the picked call; None picks all calls."""
     if call is not None and place.call == OUTSIDE:
         raise RuntimeError(
             f"'{place.name}' is called, but not the model that is attached, so that calls cannot "
@@ -200,14 +202,14 @@ def fits_shape(thing: object, ndim: Range | None, size: Range | None) -> bool:
 
 
 def refuse_frozen(query: Leaf, pattern: str, found: Collection[Named]) -> None:
-    """Raise the error for a selector that selects frozen parameters alone."""
+    """Raise the error for a selector that selects only frozen parameters."""
     if found and all(named.is_frozen for named in found):
         names = ", ".join(named.names[0] for named in found)
         raise SelectionError(query, "pattern", f"all that '{pattern}' matches is frozen: {names}")
 
 
 def refuse_exported(query: Leaf, found: Sequence[Named], near: Sequence[Named]) -> None:
-    """Raise the error for modules of a model that torch.export has made, which calls none."""
+    """Raise the error for modules of a model made by torch.export, which calls no modules."""
     (model,) = (named for named in found if ROOT in named.names)
     if model not in near and compiling.is_exported(model.owners[0]):
         raise refusal(query, "torch.export")

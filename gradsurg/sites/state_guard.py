@@ -26,8 +26,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Inside the block, buffers and other tensors of the modules are copies. Attributes, the contents
     of their lists and dicts, `.grad`, `requires_grad` and random states are restored. gradsurg's
     own hooks on the modules and on all modules of the process are removed, so an attached surgery
-    sees nothing. The values of parameters are not copied: `param_versions` shows whether they were
-    written to. Raises ValueError for a lazy module.
+    sees nothing.
+
+    The values of parameters are not copied: `param_versions` shows whether they were written to.
+    Raises ValueError for a lazy module.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:

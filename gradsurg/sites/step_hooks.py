@@ -31,10 +31,13 @@ Act = Callable[..., None]
 class StepActions:
     """The actions of an intervention around steps of an optimizer, or of several with a group.
 
-    `order` is its position among the others, `names` are those of `params`. `before` runs when the
-    gradients are there: with a closure, at the end of each call of it; for a group, before the
-    first optimizer steps. `after` runs after the step, before it is counted. `copies` says that it
-    needs the values of the parameters before the step.
+    Args:
+        order: The position among the other interventions.
+        names: The names of `params`.
+        before: Runs when the gradients are there. With a closure this is at the end of each call of
+            it; for a group, before the first optimizer steps.
+        after: Runs after the step, before it is counted.
+        copies: Whether it needs the values of the parameters before the step.
     """
 
     order: int
@@ -77,7 +80,7 @@ class OptimizerSteps:
     """The optimizers of a surgery, which step one after another.
 
     A step inside a step, such as `super().step()` in an optimizer that extends another, belongs to
-    the outer one. A group in several optimizers is acted on once in each round of steps: a new
+    the outer one. A group in several optimizers is acted on once in each round of steps. A new
     round begins with an optimizer that has stepped in this one, or has got gradients since it
     began.
 
@@ -118,17 +121,17 @@ class OptimizerSteps:
         clock: object | None = None,
         tick: Tick | None = None,
     ) -> None:
-        """Hook one or several optimizers in the place of those so far.
+        """Hook one or several optimizers, which replace the present ones.
 
-        `tick` runs after steps of `clock`, or of the first one. Raises TypeError for something that
-        is no optimizer, ValueError for a wrong clock.
+        `tick` runs after steps of `clock`, or of the first one. Raises TypeError for an object that
+        is not an optimizer, ValueError for a wrong clock.
         """
         several = [optimizer] if isinstance(optimizer, str) else optimizer
         several = several if isinstance(several, Sequence) else [several]
         given = [unwrapped(each) for each in several]
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):
-            raise ValueError("the optimizers must differ, and clock be one of them")
+            raise ValueError("the optimizers must differ, and clock must be one of them")
         if self._steps:
             self.close()
         self.clock = counting
@@ -139,7 +142,7 @@ class OptimizerSteps:
             self._hooks.callback(each.register_step_post_hook(end).remove)
 
     def hook(self, make: Make, made: Iterable[StepActions], stack: ExitStack) -> None:
-        """Act around each step until `stack` is closed, at first as `made` says.
+        """Act around each step until `stack` is closed, at first by the actions in `made`.
 
         `make` is called whenever parameters are added, replaced, frozen or thawed.
         """
@@ -157,9 +160,9 @@ class OptimizerSteps:
         return holders
 
     def skip(self) -> None:
-        """Have the optimizers whose step is being acted on find no gradient in it.
+        """Hide the gradients from the optimizers whose step is being acted on.
 
-        The gradients are back after it. It raises RuntimeError if it has changed a parameter
+        The gradients are back after the step. Raises RuntimeError if it has changed a parameter
         nevertheless.
         """
         for optimizer in self._acting:
@@ -169,7 +172,9 @@ class OptimizerSteps:
                 param.grad = None
 
     def run_before(self, optimizer: object | None, scaler: torch.amp.GradScaler | None) -> None:
-        """Run the functions before a step now (of all optimizers, or one), not in the next step."""
+        """Run the functions before a step now (of all optimizers, or one), instead of in the next
+        step.
+        """
         chosen = self.optimizers if optimizer is None else (unwrapped(optimizer),)
         if not chosen or not self._steps.keys() >= {*chosen}:
             raise ValueError("before_step: the surgery has no such optimizer; bind it first")
@@ -179,7 +184,7 @@ class OptimizerSteps:
             self._steps[each].has_run_before = True
 
     def close(self) -> None:
-        """Hook no optimizer any more."""
+        """Remove the hooks of all optimizers."""
         self._hooks.close()
         self._notices.close()
         for step in self._steps.values():
@@ -291,8 +296,8 @@ class OptimizerSteps:
             self.copies.pop(param, None)
         if step.skipped and step.give_back():
             raise RuntimeError(
-                f"a step was to be skipped, and {type(optimizer).__name__} has changed parameters "
-                "that had no gradient: it does not skip them, so choose another optimizer"
+                f"{type(optimizer).__name__} has changed parameters without a gradient in a step "
+                "that had to be skipped: choose an optimizer that leaves them unchanged"
             )
         tick = None if step.tick is None else step.tick()
         if tick is not None:

@@ -48,8 +48,8 @@ def _with_parts(value: Any, changed: Mapping[Any, object]) -> object:  # Any: se
 def tensors_in(value: object, path: str = "", every: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating tensors in a nested value (or `every` tensor) with their paths.
 
-    The path of a bare tensor is empty. Dicts, lists, tuples and dataclasses are searched, and the
-    attributes of other objects.
+    The path of a tensor that is the whole value is empty. Dicts, lists, tuples and dataclasses are
+    searched, and the attributes of other objects.
     """
     if isinstance(value, Tensor):
         if every or value.is_floating_point():
@@ -67,7 +67,7 @@ def bare(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Tensor 
 def rebuilt(value: object, change: Callable[[str, Tensor], Tensor], path: str = "") -> object:
     """Return the same nesting with `change(path, tensor)` in place of each floating tensor.
 
-    Parts without a changed tensor are returned as they are; nothing is changed in place.
+    Parts without a changed tensor are returned unchanged; nothing is changed in place.
     """
     if isinstance(value, Tensor):
         return change(path, value) if value.is_floating_point() else value

@@ -35,7 +35,7 @@ class SiteLine:
     """A site that a selector has asked for.
 
     `left_out` is the reason why no gradient will pass, `same_as` another site that stands for this
-    one, `tensor` describes the tensor that passes, if it is known without a backward pass.
+    one. `tensor` describes the tensor that passes, if it is known without a backward pass.
     """
 
     site: str
@@ -85,7 +85,7 @@ class Row:
         return self.name if self.call is None else call_id(self.name, self.call)
 
     def cells(self, label: str) -> tuple[str, str, str, str]:
-        """Return the texts of all columns but the nodes."""
+        """Return the texts of all columns except the nodes."""
         number = f"{self.num_params:,}" if self.num_params else ""
         return (
             "  " * self.depth + label,

@@ -79,16 +79,17 @@ MATCHED = Kind("MatchedUpdates", "step", params_of, _watch_matched, known_at="wa
 
 @validated
 class Updates(ParamSelector):
-    """The updates of the parameters whose name fits `pattern`, a glob or `re:`.
+    """Transform the change that the optimizer makes to each selected parameter in a step.
 
-    Stage `step`: u = (value after the optimizer's step) - (value before it), with learning rate,
+    The update is u = (value after the optimizer's step) - (value before it), with learning rate,
     momentum and weight decay in it. The transform gets u, with the value before the step as
     `context.value` and the gradient that the optimizer used as `context.gradient`. The parameter
     becomes the value before the step + T(u). An entry of u that T leaves as it is keeps the bits
-    that the optimizer wrote. The state of the optimizer, as its momentum, is not changed.
+    that the optimizer wrote.
 
-    The fields select as those of `Parameters`; a frozen parameter is skipped and reported in the
-    ledger, one without a gradient is left alone. With a closure the last call determines the
+    The fields have the same meaning as those of `Parameters`. A frozen parameter is skipped and
+    reported in the ledger, a parameter without a gradient is left alone. The state of the
+    optimizer, such as its momentum, is not changed. With a closure the last call determines the
     gradient. LBFGS is refused: it computes curvature from its own updates. Where a `GradScaler`
     skips a step, or a fused optimizer does so on the device, nothing is changed. A copy of the
     selected parameters exists during each step.
@@ -109,18 +110,18 @@ class Updates(ParamSelector):
 
 @validated
 class MatchedUpdates(ParamSelector):
-    """The updates of the selected parameters, each rescaled to the norm of a treated update.
+    """Rescale the update of each selected parameter to the norm of a treated update.
 
-    The site of the control `update_norm_matched`. At stage `step` the transform T gets each
+    This is the site of the control `update_norm_matched`. At stage `step` the transform T gets each
     gradient g that the optimizer is about to use. Its result goes to a second optimizer alone, of
     the same class and settings, with its own state, which steps from the same values. With u the
     optimizer's update from g and v the second optimizer's from T(g), the parameter becomes the
-    value before the step + u |v| / |u|. Where v equals u, nothing is changed, bit for bit; where u
-    is zero, so is the result.
+    value before the step + u |v| / |u|.
 
-    In steps in which the trigger does not fire the second optimizer gets g. Its state is part of
-    the surgery's `state_dict`; it and the copies of the parameters double the optimizer's memory.
-    LBFGS is refused, and an optimizer whose state holds anything but tensors.
+    Where v equals u, nothing is changed, bit for bit; where u is zero, so is the result. In steps
+    in which the trigger does not fire the second optimizer gets g. Its state is part of the
+    surgery's `state_dict`; it and the copies of the parameters double the optimizer's memory. LBFGS
+    is refused, and so is an optimizer whose state holds anything except tensors.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("step",)

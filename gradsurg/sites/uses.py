@@ -139,21 +139,23 @@ USES = Kind("Uses", "", _things, _watch)
 
 @validated
 class Uses(Leaf):
-    """Each use of the module outputs and of the parameters whose name fits `pattern`.
+    """Select each use of the module outputs and of the parameters whose name fits `pattern`.
+
+    `use` picks the n-th use, in the order in which the operations ran; an operation that takes a
+    tensor twice counts twice. Site ids are `encoder.0#0/use[1]` (with the path of the tensor before
+    the slash if a module returns several) and `embed.weight/use[0]`. The model itself is `root`,
+    which a pattern must spell out.
 
     A tensor hook gets the sum over all uses of a tensor. Here each operation that takes the tensor
-    is a site of its own, hooked by a node posthook. `use` picks the n-th use, in the order in which
-    the operations ran; an operation that takes a tensor twice counts twice. Site ids are
-    `encoder.0#0/use[1]` (with the path of the tensor before the slash if a module returns several)
-    and `embed.weight/use[0]`. The model itself is `root`, which a pattern must spell out.
+    is a site of its own, hooked by a node posthook.
 
     Only uses inside the outermost module call on which an output depends are found: not one in the
-    loss. A view of the tensor is one use, as is the cast of a weight under autocast; an operation
-    that changes the tensor in place is its last use. Modules that return the same tensor share its
-    uses. In a reentrant checkpoint uses are hooked in the backward pass, and uses of a parameter
-    are counted from 0 in each recomputation; uses of the tensors that it returns are not found. A
-    tensor that replaces a parameter in a `functional_call` has the name of the parameter. Raises
-    LookupError after the first forward if no use is selected.
+    loss. A view of the tensor is one use, and so is the cast of a weight under autocast; an
+    operation that changes the tensor in place is its last use. Modules that return the same tensor
+    share its uses. In a reentrant checkpoint uses are hooked in the backward pass, and uses of a
+    parameter are counted from 0 in each recomputation; uses of the tensors that it returns are not
+    found. A tensor that replaces a parameter in a `functional_call` has the name of the parameter.
+    Raises LookupError after the first forward if no use is selected.
     """
 
     pattern: Pattern
@@ -161,7 +163,7 @@ class Uses(Leaf):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("use",)
-    compile_limit: ClassVar[str] = "what is compiled is one use"
+    compile_limit: ClassVar[str] = "compiled code is one use"
 
     def kind_at(self, stage: Stage | None) -> Kind:
         return USES
@@ -203,5 +205,5 @@ class Uses(Leaf):
             "pattern" if self.use is None else "use",
             f"no use is selected by '{self.pattern}' (use={self.use}). "
             f"Uses inside the model's call: {uses}. One in the loss is not found."
-            f" Nor is one in what is compiled.{given}",
+            f" Nor is one in compiled code.{given}",
         )

@@ -43,17 +43,19 @@ FORWARD = Kind("Weights", "forward", params_of, _watch_forward, known_at="watch"
 
 @validated
 class Weights(ParamSelector):
-    """The values of the parameters whose name fits `pattern`, a glob or `re:`.
+    """Transform the values of the parameters whose name fits `pattern`, a glob or `re:`.
 
-    Stages: `step`, after each step of the optimizer (the default), to project, clip or decay;
-    `forward`, before each call of the model in training mode. The fields select as those of
-    `Parameters`; a frozen parameter is skipped and reported in the ledger. If a `GradScaler` skips
-    a step, nothing is changed. At stage `forward`, PyTorch raises an error if a second forward runs
-    before the backward of the first, since its weights have changed.
+    At stage `step`, the default, it acts after each step of the optimizer, to project, clip or
+    decay. At stage `forward` it acts before each call of the model in training mode. The fields
+    have the same meaning as those of `Parameters`.
 
     The parameter is modified in place and stays the same object: the optimizer and all hooks would
     keep the old one if `module.weight` were replaced by a new `nn.Parameter`. A value that the
     transform returns unchanged is not written.
+
+    A frozen parameter is skipped and reported in the ledger. If a `GradScaler` skips a step,
+    nothing is changed. At stage `forward`, PyTorch raises an error if a second forward runs before
+    the backward of the first, since its weights have changed.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")

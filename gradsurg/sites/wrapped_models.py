@@ -13,7 +13,7 @@ from gradsurg.torch_internals import autograd, compiling
 
 
 def of_first_process(value: object) -> object:
-    """Return the value that process 0 has; every process calls it."""
+    """Return the value of process 0; every process calls this function."""
     if isinstance(value, Tensor):
         shared = value.clone()
         distributed.broadcast(shared, 0)
@@ -48,7 +48,7 @@ def when_wrapped(
 ) -> None:
     """Call `act` with each DistributedDataParallel in or around the model.
 
-    One inside the model is found at once, one around it when the model is called.
+    A wrapper inside the model is found at once, a wrapper around it when the model is called.
     """
     if wrappers := wrappers_of(model):
         for wrapper in wrappers:

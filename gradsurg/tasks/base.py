@@ -67,12 +67,14 @@ class Data:
 
     Validation examples are set aside by `Task.load_with_validation`, or given by the task.
 
-    Args: num_tokens: Inputs are tokens, 0 to `num_tokens` - 1, or real numbers if it is None.
-    every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place of
-    (examples, num_outputs). start: The model is a point in the plane that starts here, and its
-    outputs are the point. heads: How the outputs are divided among the losses of a MultiTask. A
-    model with a parameter `heads` gets it, and may return a tuple with the outputs of each head.
-    order: The batches of an epoch; None: all examples, shuffled.
+    Args:
+        num_tokens: Inputs are tokens, 0 to `num_tokens` - 1, or real numbers if it is None.
+        every_step: Targets are (examples, time) and outputs (examples, time, num_outputs), in place
+            of (examples, num_outputs).
+        start: The model is a point in the plane that starts here, and its outputs are the point.
+        heads: How the outputs are divided among the losses of a MultiTask. A model with a parameter
+            `heads` gets it, and may return a tuple with the outputs of each head.
+        order: The batches of an epoch; None: all examples, shuffled.
     """
 
     train_inputs: Tensor
@@ -119,8 +121,8 @@ class Data:
 
         The examples are chosen at random, with equal shares of all classes where a target is one
         class; the choice is the same in every run. Test data are unchanged, and so is the scale of
-        the inputs. Data that have a validation part are returned as they are. Raises ValueError if
-        no examples can be set aside.
+        the inputs. Data that have a validation part are returned unchanged. Raises ValueError if no
+        examples can be set aside.
         """
         if self.validation_inputs is not None:
             return self
@@ -160,7 +162,7 @@ class Data:
         if self.heads is not None and "heads" in parameters:
             added["heads"] = self.heads
         if doubled := [name for name in added if name in fields]:
-            raise FieldError("", [(name, "is for the task to say") for name in doubled])
+            raise FieldError("", [(name, "is set by the task") for name in doubled])
         if not any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
             for name in added:
                 if name not in parameters:
@@ -188,7 +190,7 @@ class Chance:
 
 
 class Task(ABC):
-    """A problem to train on."""
+    """Base class of a problem to train on: data, a loss and metrics."""
 
     @abstractmethod
     def load(self) -> Data:
@@ -197,8 +199,8 @@ class Task(ABC):
     def load_with_validation(self, share: float) -> Data:
         """Return the data with `share` of the training examples as validation part; 0: without.
 
-        Override it where two examples can share a part, such as a digit. Test data must be those
-        of `load`.
+        Override it where two examples can share a part, such as a digit. It must have the same test
+        data as `load`.
         """
         if share and self.trajectory_metric_names:
             names = ", ".join(self.trajectory_metric_names)
@@ -214,7 +216,8 @@ class Task(ABC):
     def labels(self, targets: Tensor) -> Tensor:
         """Return the labels (n,) of n examples, for transforms that read them, such as `Route`.
 
-        They are the targets. Raises ValueError unless these are one integer for each example.
+        By default these are the targets. Raises ValueError unless there is one integer for each
+        example.
         """
         if targets.ndim != 1 or targets.is_floating_point():
             kind = f"{targets.dtype} of shape {list(targets.shape)}"
@@ -278,10 +281,10 @@ def _hashed(path: Path, time_ns: int, size: int) -> str:
 
 
 class MultiTask(Task):
-    """A task of several losses, whose gradients an aggregator can combine.
+    """Base class of a task of several losses, whose gradients an aggregator can combine.
 
-    Its metrics are `loss`, the sum, and `loss_<name>` for each loss; other metrics of one loss are
-    called `<metric>_<name>` too, such as `accuracy_first`, so that a report can compare them.
+    Its metrics are `loss`, the sum, and `loss_<name>` for each loss. Other metrics of one loss are
+    called `<metric>_<name>`, such as `accuracy_first`, so that a report can compare them.
     """
 
     @property
@@ -307,7 +310,7 @@ class Examination:
 
 
 class Examined(Task):
-    """A task whose model is examined after training.
+    """Base class of a task whose model is examined after training.
 
     Triggers then see step `steps` of the run, even if the run ended early, so `Steps(start=steps)`
     acts in the examination and nowhere else.
@@ -323,10 +326,14 @@ class Examined(Task):
 
 
 class Classification(Task):
-    """Cross-entropy and accuracy; with a target for every step, their means over all steps."""
+    """Base class: cross-entropy and accuracy. With a target for every step, both are means over all
+    steps.
+    """
 
     def labels(self, targets: Tensor) -> Tensor:
-        """Return the classes: labels of the examples, or with a target for every step of these."""
+        """Return the classes of the examples; with a target for every step, the classes of the
+        steps.
+        """
         return targets
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -348,7 +355,9 @@ class Classification(Task):
 
 
 class Regression(Task):
-    """Mean squared error, and `r2`, the fraction of the targets' variance that is explained."""
+    """Base class: mean squared error, and `r2`, the fraction of the targets' variance that is
+    explained.
+    """
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:  # torch would broadcast them
@@ -366,7 +375,9 @@ class Regression(Task):
 
 
 class MultiClassification(MultiTask):
-    """Several cross-entropies, each of a part of the outputs and a column of the targets."""
+    """Base class: several cross-entropies, each of a part of the outputs and a column of the
+    targets.
+    """
 
     @property
     @abstractmethod

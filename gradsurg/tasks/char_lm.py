@@ -28,10 +28,11 @@ class CharLM(Classification):
 
     The text is the UTF-8 file `path`, or with `text=moby_dick` the file fetched by `python -m
     gradsurg.tasks.fetch text`. By default it is the language help that comes with Python
-    (`pydoc_data.topics`, PSF licence), which differs between releases of Python. Its first
-    `max_characters` are used; the last `test_fraction` of them are the test. Both parts are cut
-    into pieces of `length`, a remainder is dropped. Tokens are the characters of the training part
-    in sorted order, from 1; 0 is any other. The loss is in nats for a character.
+    (`pydoc_data.topics`, PSF licence), which differs between releases of Python.
+
+    Its first `max_characters` are used; the last `test_fraction` of them are the test. Both parts
+    are cut into pieces of `length`, a remainder is dropped. Tokens are the characters of the
+    training part in sorted order, from 1; 0 is any other. The loss is in nats for a character.
     """
 
     path: Annotated[str, Field(min_length=1)] | None = None
@@ -115,7 +116,7 @@ def _read_moby_dick() -> str:
 
 
 def moby_dick_fault(file: Path) -> str:
-    """Say why a file is not the published text; empty if it is."""
+    """Return why a file is not the published text; empty if it is."""
     try:
         same = sha256(file.read_bytes()).hexdigest() == MOBY_DICK_SHA256
     except OSError as error:

@@ -31,12 +31,12 @@ BROKEN = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError)
 
 @validated
 class CIFAR10(Classification):
-    """Classify photographs (Krizhevsky 2009) by cross-entropy; nothing is downloaded.
+    """Classify photographs (Krizhevsky 2009) by cross-entropy; from files, nothing is downloaded.
 
-    `root` is the folder of the batch files for Python, or its parent, as torchvision unpacks them.
-    They are pickles, read by an unpickler that creates numpy arrays only. With `verify` files that
-    are not the published ones are refused. `num_train` and `num_test` are sizes of subsets chosen
-    by `split_seed`; null means all examples.
+    `root` is the folder of the batch files for Python, or its parent, in the layout that
+    torchvision unpacks. They are pickles, read by an unpickler that creates numpy arrays only. With
+    `verify` files that are not the published ones are refused. `num_train` and `num_test` are sizes
+    of subsets chosen by `split_seed`; null means all examples.
     """
 
     root: str | None = None

@@ -28,11 +28,11 @@ LAYOUT = Layout(
 class FashionMNIST(Classification):
     """Classify clothing (Xiao et al. 2017, arXiv 1708.07747) by cross-entropy; from files.
 
-    `root` is the folder with the four files, or torchvision's around it, or one with
-    fashion_mnist.npz; without it the files that `python -m gradsurg.tasks.fetch fashion-mnist` put
-    into the user's cache folder are read. With `verify` files that are not the published ones are
-    refused.
-    `num_train` and `num_test` are sizes of subsets chosen by `split_seed`; null means all examples.
+    `root` is the folder with the four files, or torchvision's folder around it, or a folder with
+    fashion_mnist.npz. Without it the files are read that `python -m gradsurg.tasks.fetch
+    fashion-mnist` put into the user's cache folder. With `verify` files that are not the published
+    ones are refused. `num_train` and `num_test` are sizes of subsets chosen by `split_seed`; null
+    means all examples.
     """
 
     root: str | None = None

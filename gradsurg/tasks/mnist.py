@@ -26,11 +26,11 @@ LAYOUT = Layout(
 
 @validated
 class MNIST(Classification):
-    """Classify handwritten digits (LeCun et al. 1998) by cross-entropy.
+    """Classify handwritten digits (LeCun et al. 1998) by cross-entropy; from files.
 
-    `root` is the folder with the four files, or torchvision's around it, or one with Keras's
-    mnist.npz; without it the files that `python -m gradsurg.tasks.fetch mnist` put into the
-    user's cache folder are read. With `verify` files that are not the published ones are refused.
+    `root` is the folder with the four files, or torchvision's folder around it, or a folder with
+    Keras's mnist.npz. Without it the files are read that `python -m gradsurg.tasks.fetch mnist` put
+    into the user's cache folder. With `verify` files that are not the published ones are refused.
     `num_train` and `num_test` are sizes of subsets chosen by `split_seed`; null means all examples.
     """
 

@@ -22,8 +22,8 @@ SIDE = 28
 class MNISTOverlay(TwoDigits):
     """Classify two of MNIST's digits at once (MultiMNIST, Sabour et al. 2017; see `Overlay`).
 
-    `root` and `verify` are as in the task mnist. The test digits come from MNIST's own test part;
-    the pairs depend on `data_seed` alone.
+    `root` and `verify` have the same meaning as in the task mnist. The test digits come from
+    MNIST's own test part; the pairs depend on `data_seed` alone.
     """
 
     root: str | None = None

@@ -34,13 +34,13 @@ class TwoDigits(MultiClassification):
 
 @validated
 class Overlay(TwoDigits):
-    """Classify two of scikit-learn's digits at once (as MultiMNIST, Sabour et al. 2017).
+    """Classify two of scikit-learn's digits at once (like MultiMNIST, Sabour et al. 2017).
 
     One digit lies at the top left of a larger image, the other `shift` pixels further down and to
     the right; where they overlap the brighter pixel counts. The 20 outputs are ten for the first
-    digit, then ten for the second; the loss is the sum of their cross-entropies, the accuracy the
-    mean of theirs. Digits of the test are in no training image. The split depends on `split_seed`,
-    the pairs on `data_seed` alone.
+    digit, then ten for the second. The loss is the sum of their cross-entropies, the accuracy the
+    mean of their accuracies. Digits of the test are in no training image. The split depends on
+    `split_seed`, the pairs on `data_seed` alone.
     """
 
     num_train: Count = 8000
@@ -81,8 +81,9 @@ class Pool:
 def overlay_pairs(pools: Sequence[Pool], shift: int, seed: int, validation: float = 0.0) -> Data:
     """Draw pairs from the training pool and the test pool, the second digit `shift` pixels off.
 
-    With `validation`, this share of the training digits is in validation images alone, which are
-    as many in proportion. The images are scaled by those of all training digits.
+    With `validation`, this share of the training digits is in validation images alone, whose number
+    has the same proportion. The images are standardized by the mean and deviation of the images of
+    all training digits.
     """
     parts = [_drawn(pool, shift, [seed, part]) for part, pool in enumerate(pools)]
     (images, _), _ = parts

@@ -17,11 +17,13 @@ START, TRIGGER = SYMBOLS.index("E"), SYMBOLS.index("B")
 
 @validated
 class TemporalOrder(Classification):
-    """Experiment 6a of Hochreiter and Schmidhuber 1997, with sequences of one length.
+    """Classify a sequence by the order of two symbols among many others.
 
     A sequence is E, then a, b, c, d at random, and B at its end. An X or a Y stands in the second
     tenth of it and another in the sixth; XX, XY, YX and YY are the classes 0 to 3. Tokens are
     numbered as in "abcdXYEB". All depends on `data_seed` alone.
+
+    Experiment 6a of Hochreiter and Schmidhuber 1997, with sequences of one length.
     """
 
     length: Annotated[int, Field(ge=10)] = 30

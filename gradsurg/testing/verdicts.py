@@ -37,7 +37,7 @@ class Verdict:
 class Table:
     """The verdicts on one transform or aggregator; as text, one line each.
 
-    `name` is its repr; `verdicts` are those on the properties, `rules` those on the rules.
+    `name` is its repr; `verdicts` are about the properties, `rules` about the rules.
     """
 
     name: str

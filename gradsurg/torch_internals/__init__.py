@@ -1,8 +1,8 @@
 """All access to private objects of PyTorch; each has a test.
 
 `private`, `lookup` and `needs` report an object that a version of PyTorch lacks, and only when it
-is used; `exists` tells whether it is there, for code that can do without. A path is a module and a
-name in it, such as `torch.nn:Module._call_impl`. A path for `needs` and `exists` may also name an
+is used; `exists` checks for it, for code that does not depend on it. A path is a module and a name
+in it, such as `torch.nn:Module._call_impl`. A path for `needs` and `exists` may also name an
 instance attribute that `__init__` sets, or a local variable of a function.
 """
 

@@ -30,7 +30,7 @@ def test_skipped_updates_are_in_the_summary_and_the_conflicts(
     run = replace(several("random"), label="upgrad", identity={}, surgery=surgery)
     record = execute(run, tmp_path, [], threads=1)
     assert [note for note in notes(record) if "no solver converged" in note] == [
-        "upgrad: 0 updates are less exact than others, as the gradients were nearly dependent, "
+        "upgrad: 0 updates are less exact, because the gradients were nearly dependent, "
         "and 3 were skipped, as no solver converged"
     ]
     assert lines(record, "conflicts.jsonl")[-1]["fallbacks"] == 3

@@ -254,7 +254,7 @@ def test_further_sets_of_tasks_have_no_means_and_are_counted() -> None:
             conflicts.add(made(rows, None, rows[0], "a" + chr(ord("b") + number)))
     said = conflicts.table()
     assert said.count("2 measured steps") == MAX_MEANS
-    assert said.endswith("\n\nnot in these means: 6 conflicts of further tasks")
+    assert said.endswith("\n\n6 conflicts of further tasks are not in these means")
 
 
 def test_the_table_averages_weights_over_the_steps_that_have_them() -> None:

@@ -63,7 +63,7 @@ def test_wrong_interventions_are_refused() -> None:
         gs.Intervention(gs.PCGrad, at=gs.SharedParameters())
     with pytest.raises(ValueError, match="SharedParameters is for aggregators"):
         gs.Intervention(gs.Clip(1.0), at=gs.SharedParameters())
-    with pytest.raises(ValueError, match="done at SharedParameters, found at=Parameters"):
+    with pytest.raises(ValueError, match="at SharedParameters, .*, found at=Parameters"):
         gs.Intervention(Uneven(), at=gs.Parameters())
     with pytest.raises(ValueError, match="reads one gradient"):
         gs.Surgery(
@@ -99,7 +99,7 @@ def test_a_step_with_pending_gradients_warns() -> None:
             optimizer.step()
     said = [str(one.message) for one in told]
     assert any("made a step before the last live.backward" in one for one in said)
-    assert any("no live.backward ended a step" in one for one in said)
+    assert any("so no step was combined" in one for one in said)
 
 
 @pytest.mark.parametrize("calls", [9, 10])

@@ -101,9 +101,7 @@ def test_a_parameter_that_a_module_returns_goes_by_its_own_name() -> None:
 def test_a_tensor_changed_in_place_is_left_alone_with_a_warning() -> None:
     model = Chain()
     with (
-        pytest.warns(
-            gs.SurgeryWarning, match="'three#0' was asked for and left alone: it was chan"
-        ),
+        pytest.warns(gs.SurgeryWarning, match="'three#0' was requested, not changed: it was chan"),
         attached(model, gs.Zero(), gs.Captured("three")),
     ):
         x = model.three(model.a)

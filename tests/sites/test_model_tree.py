@@ -216,7 +216,7 @@ def test_shapes_are_shown_for_gradients_that_enter_a_node_not_for_those_that_lea
 def test_the_end_of_the_table_tells_of_sites_elsewhere_and_of_a_wrong_number() -> None:
     seen = tree(small(), X, gs.EveryModule("CrossEntropyLoss"))
     assert seen.sites == ()
-    assert str(seen).endswith("outside the model too: they are not here")
+    assert str(seen).endswith("at modules outside the model, which are not listed")
     wrong, right = (str(tree(small(), X, gs.Outputs().expect(number))) for number in (12, 3))
     assert "3 sites selected (*) where 12 are expected" in wrong
     assert "expected" not in right
@@ -280,11 +280,11 @@ class Writes(nn.Linear):
         ),
         (
             Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=small()),
-            "a reentrant checkpoint makes its nodes in the backward: not all are here",
+            "nodes that a reentrant checkpoint makes in the backward pass are not listed",
         ),
         (
             nn.Sequential(Writes(6, 2)),
-            "the forward has written to parameters, and they stay so: 0.bias",
+            "the forward has changed parameters, which were not restored: 0.bias",
         ),
     ],
     ids=["no tensor", "reentrant checkpoint", "written parameter"],
@@ -308,7 +308,7 @@ def test_a_tree_inside_a_backward_is_refused() -> None:
     x = X.clone().requires_grad_()
     y = model(x)
     y.register_hook(lambda grad: print(tree(model, X)))
-    with pytest.raises(RuntimeError, match="not inside a backward"):
+    with pytest.raises(RuntimeError, match="not possible inside a backward"):
         y.sum().backward()
 
 

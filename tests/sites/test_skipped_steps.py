@@ -182,7 +182,7 @@ def test_an_optimizer_that_steps_without_gradients_is_refused() -> None:
     with attached(model, gs.SkipUpdate(), None, optimizer):
         train(model, optimizer, 1)
         _spoil(model)
-        with pytest.raises(RuntimeError, match="Decay has changed parameters that had no gradient"):
+        with pytest.raises(RuntimeError, match="Decay has changed parameters without a gradient"):
             optimizer.step()
 
 

@@ -184,7 +184,7 @@ def test_a_module_inside_code_compiled_before_is_refused() -> None:
     try:
         compiled(x)
         with (
-            pytest.raises(LookupError, match=r"part#0: 0\. .*Nor is one in what is compiled"),
+            pytest.raises(LookupError, match=r"part#0: 0\. .*Nor is one in compiled code"),
             attached(compiled, gs.Zero(), gs.Uses("part")),
         ):
             compiled(x)

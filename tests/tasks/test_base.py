@@ -181,7 +181,7 @@ def test_the_command_of_a_yaml_can_be_run(path):
         ),
         (
             ["task=modular", "model=gru", "+model.num_tokens=3"],
-            "model.num_tokens: is for the task to say",
+            "model.num_tokens: is set by the task",
         ),
         (
             ["task=digits", "model=multi_head"],
@@ -190,7 +190,7 @@ def test_the_command_of_a_yaml_can_be_run(path):
         ),
         (
             ["task=overlay", "model=multi_head", "+model.heads=[20]"],
-            "model.heads: is for the task to say",
+            "model.heads: is set by the task",
         ),
         (
             [papers.searched("liu2021"), "task=cagrad_toy", "model=mlp"],

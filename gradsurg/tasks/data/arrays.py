@@ -21,7 +21,7 @@ Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
 def draw_examples(draw: Draw, seed: int, num_train: int, num_test: int) -> tuple[Tensor, ...]:
     """Return training inputs and targets, then test inputs and targets.
 
-    Each part has a generator of its own, so changing the size of one leaves the other as it is.
+    Each part has a generator of its own, so a change of the size of one does not change the other.
     """
     arrays: list[Tensor] = []
     for part, count in enumerate((num_train, num_test)):
@@ -52,8 +52,9 @@ def split(
     """Return the indices of the training rows and of the test rows.
 
     With `stratify` both have the same shares of the classes, unless a class has a single row or a
-    part has fewer rows than there are classes: then all rows are drawn alike. The rows are those of
-    scikit-learn's `train_test_split`, which is slow to import.
+    part has fewer rows than there are classes; in these cases the rows are drawn without regard to
+    their class. The rows are the same as in scikit-learn's `train_test_split`, which is slow to
+    import.
     """
     num_test = ceil(test_fraction * len(targets))
     num_train = len(targets) - num_test

@@ -82,7 +82,7 @@ class Images:
 
 
 def image_files(layout: Layout, root: str | None) -> list[Path]:
-    """Return the files that `read_images` reads; FieldError names a missing one."""
+    """Return the files that `read_images` reads. Raises FieldError for a missing one."""
     place = _place(layout, root)
     return [place / layout.npz] if (place / layout.npz).is_file() else _idx_files(place, layout)
 
@@ -114,7 +114,9 @@ def read_arrays(place: Path, layout: Layout) -> list[np.ndarray]:
 
 
 def hash_fault(arrays: list[np.ndarray], layout: Layout) -> str:
-    """Name the first array whose hash differs from the published one; empty if none does."""
+    """Return a text with the first array whose hash differs from the published one; empty if none
+    does.
+    """
     for array, name, expected in zip(arrays, IDX_NAMES, layout.hashes, strict=True):
         digest = new(layout.algorithm, _as_idx(array), usedforsecurity=False).hexdigest()
         if digest != expected:
