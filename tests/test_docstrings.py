@@ -19,6 +19,8 @@ MOST_USED = (
     *("AddNoise", "Centralize", "Chain", "Clamp", "Clip", "ClipGlobalNorm", "ClipNorm"),
     *("GradientReversal", "GrokfastEMA", "Identity", "LRP", "Mask", "Momentum", "NormRescale"),
     *("Orthogonalize", "PerSample", "Sanitize", "Scale", "ScaleBySign", "Sign", "Zero"),
+    *("CAGrad", "Krum", "Mean", "MGDA", "NashMTL", "PCGrad", "UPGrad", "SharedParameters"),
+    *("Activations", "Combined", "Inputs", "Nodes", "Outputs", "Parameters", "compare"),
 )
 
 
@@ -40,5 +42,5 @@ def test_the_examples_of_a_module_print_what_they_show(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", MOST_USED)
-def test_a_class_that_many_use_has_an_example(name: str) -> None:
+def test_a_name_that_many_use_has_an_example(name: str) -> None:
     assert "\n>>> " in (inspect.getdoc(getattr(gs, name)) or "")
