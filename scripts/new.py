@@ -56,7 +56,7 @@ $code | class  | your fields, formula, properties and docstring (see CONTRIBUTIN
 $yaml | # | purpose in one line; '# Paper: ...', '# Also: other words'; every field
 $cases |     Row("$name" | results computed by hand, a row for each branch of the formula
 $more
-scripts/gallery.py | ILLUSTRATED | only if the picture shows no effect: fields for it
+docs/draw_gallery.py | ILLUSTRATED | only if the picture shows no effect: fields for it
 CHANGELOG.md | ### New | its name in the item that fits, or a line of its own
 """
 """The remaining steps of a contributor: file, begin of the line, instruction."""
@@ -69,7 +69,6 @@ TRANSFORM = Kind(
 tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its name
 tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the others
 tests/core/test_messages.py | ERRORS | only if it refuses some shapes: the error
-scripts/gallery.py | OF_ROWS | only if it refuses vectors: a shape of two entries
 tests/hooks/test_batched_backward.py | DRAWS | only if it is random: its name
 tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all calls: its name""",
 )
@@ -259,11 +258,11 @@ def properties(kind: Kind, name: str) -> str:
 
 def picture(kind: Kind, name: str) -> str:
     """Draw the picture of the gallery if it is older than the class, its yaml or the gallery."""
-    import gallery
+    from docs import draw_gallery as gallery
 
     entry = next(one for one in gallery.catalogue.list(GROUPS[kind.folder]) if one.name == name)
-    drawn = gallery.PICTURES / f"{gallery.picture(entry)}.png"
-    sources = [ROOT / source for source in (*kind.files(name)[:2], "scripts/gallery.py")]
+    drawn = gallery.picture(entry)
+    sources = [ROOT / source for source in (*kind.files(name)[:2], "docs/draw_gallery.py")]
     newest = max(source.stat().st_mtime for source in sources if source.exists())
     if drawn.exists() and drawn.stat().st_mtime >= newest:
         return "ok"

@@ -3,10 +3,11 @@ text: python scripts/stub.py
 
 The stub is for editors and type checkers: the classes are found by file name at run time, which
 static tools cannot see. The catalogue of all options is printed by `--list` and
-`gradsurg.list`; `scripts/gallery.py` draws the gallery's pictures.
+`gradsurg.list`; `docs/draw_gallery.py` draws the gallery's pictures.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -61,7 +62,7 @@ def _commented(cls: type, values: dict[str, Any], indent: str) -> Iterator[str]:
 
 def write() -> list[Path]:
     """Write the files whose text has changed, and return their paths."""
-    from gallery import PAGE, page
+    from docs.draw_gallery import PAGE, page
 
     # The text of the gallery is made from the catalogue.
     texts = ((STUB, written), (catalogue.FILE, lambda: catalogue.measured().json()), (PAGE, page))
@@ -77,4 +78,5 @@ def _write(path: Path, text: str) -> bool:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # docs/
     write()
