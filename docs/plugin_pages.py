@@ -146,8 +146,9 @@ def signature_of(cls: type) -> str:
 
 
 def docstring(cls: type) -> str:
-    """Return the docstring of a class, with links to arXiv."""
+    """Return the docstring of a class, with links to arXiv and its examples as blocks of code."""
     text = inspect.getdoc(cls) or ""
+    text = re.sub(r"^>>> (?s:.+?)(?=\n\n|\Z)", r"```pycon\n\g<0>\n```", text, flags=re.MULTILINE)
     return re.sub(r"arXiv\s(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 
@@ -346,7 +347,7 @@ def bounds(annotation: Any) -> list[str]:  # Any: an annotation
 
 def meaning(cls: type, name: str) -> str:
     """Return the item, else the sentence of a docstring that explains a field."""
-    parts = (inspect.getdoc(cls) or "").split("\n\n")
+    parts = [part for part in (inspect.getdoc(cls) or "").split("\n\n") if part[:3] != ">>>"]
     tables = [part for part in parts if part.startswith("|")]
     prose = [re.sub(r"\s+", " ", part) for part in parts if part not in tables]
     items = [item for part in prose for item in re.split(r"(?:^| )- (?=`)", part)[1:]]

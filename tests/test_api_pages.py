@@ -55,3 +55,11 @@ def test_the_fields_have_their_types_bounds_defaults_and_meanings() -> None:
     assert decay[1:4] == ["float", ">= 0, < 1", "`0.97`"]
     assert max_norm[1:4] == ["float or None", "> 0", "`1.0`"]
     assert window[1:4] == ["int", ">= 1", "`1000`"]
+
+
+def test_an_example_is_a_block_of_code_and_explains_no_field() -> None:
+    text = plugin_pages.docstring(gs.ClipGlobalNorm)
+    assert text.count("```") == 2
+    assert "\n\n```pycon\n>>> layer = nn.Linear(2, 1)\n>>> optimizer" in text
+    assert text.endswith("tensor([0.3333]))\n```")
+    assert plugin_pages.meaning(gs.Centralize, "weight") == ""

@@ -24,13 +24,13 @@ class Saliency(Classification, Examined):
     """Classify images, then examine saliency maps (Adebayo et al. 2018, arXiv 1810.03292).
 
     A map is the gradient, with respect to the image, of the score of the class that the trained
-    model predicts. The maps of the first `num_maps` test images are compared with those after the
-    layers have been randomized one by one from the top (the last registered layer), each by its
-    `reset_parameters`. With all layers from the top down to <layer> randomized, `rank/<layer>` is
-    Spearman's correlation, `abs_rank/<layer>` that of the magnitudes, and `ssim/<layer>` the
-    structural similarity of the magnitudes; each is a mean over images, and 1 for equal maps. The
-    maps of the first `num_kept` images are saved as pictures. `data` is digits, or mnist or
-    fashion_mnist with the `root`, `num_train` and `num_test` of that task.
+    model predicts. The layers are randomized one by one from the top (the last registered layer),
+    each by its `reset_parameters`, and each time the maps of the first `num_maps` test images are
+    compared with the original maps. Three measures, 1 for equal maps, are means over images with
+    all layers from the top down to <layer> randomized. `rank/<layer>` is Spearman's correlation,
+    `abs_rank/<layer>` Spearman's correlation of the magnitudes, and `ssim/<layer>` the structural
+    similarity of the magnitudes. The maps of the first `num_kept` images are saved as pictures.
+    `data` is digits, or mnist or fashion_mnist with the task's `root`, `num_train` and `num_test`.
     """
 
     data: Literal["digits", "mnist", "fashion_mnist"] = "digits"
@@ -41,7 +41,7 @@ class Saliency(Classification, Examined):
     num_kept: Annotated[int, Field(ge=0)] = 4
 
     def __post_init__(self) -> None:
-        _ = self.images  # raises for options that the data do not have
+        _ = self.images  # raises for options that the task of the images does not have
 
     def load(self) -> Data:
         return self.images.load()
@@ -133,8 +133,8 @@ def rank_correlation(first: Tensor, second: Tensor) -> Tensor:
 def ssim(first: Tensor, second: Tensor) -> Tensor:
     """Return the structural similarity of images (examples, channels, height, width), one by one.
 
-    As in Wang et al. 2004, with each image divided by its largest magnitude: the mean over all
-    windows of 7 x 7 (smaller for a smaller image), each entry of equal weight.
+    It follows Wang et al. 2004, with each image divided by its largest magnitude. It is the mean
+    over all windows of 7 x 7 (smaller for a smaller image), in which all entries have one weight.
     """
     a, b = _scaled(first.double()), _scaled(second.double())
     side = min(WINDOW, *a.shape[2:])

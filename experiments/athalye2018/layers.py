@@ -4,10 +4,10 @@ from torch import Tensor, nn
 
 
 class Discretize(nn.Module):
-    """Round to the nearest multiple of `step`; 0: the identity.
+    """Round to the nearest multiple of `step`; with 0 return the input.
 
-    The gradient passes as if it were the identity, as in BPDA. The derivative itself is zero almost
-    everywhere: `gs.Zero()` at this module's input.
+    The gradient passes as if the module were the identity, like in BPDA. The true derivative is
+    zero almost everywhere; `gs.Zero()` at this module's input restores it.
     """
 
     def __init__(self, step: float) -> None:

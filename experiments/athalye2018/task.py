@@ -12,16 +12,16 @@ from gradsurg.tasks.base import Chance, Data, Examination, Examined
 from gradsurg.tasks.data.arrays import Count
 from gradsurg.tasks.digits import Digits
 
-STEP = 0.25  # of an ascent, as a share of the radius
+STEP = 0.25  # step of the ascent, relative to the radius
 
 
 @validated
 class AttackedDigits(Examined):
     """Classify scikit-learn's digits; then attack the test images.
 
-    The attack is projected gradient ascent of the loss (Madry et al., ICLR 2018, arXiv 1706.06083):
-    from a random point of the cube of `radius` around the image, `num_steps` steps of
-    radius / 4 times the sign of the gradient, each followed by a projection to the cube. Pixels are
+    The attack is projected gradient ascent of the loss (Madry et al., ICLR 2018, arXiv 1706.06083).
+    It starts at a random point of the cube of `radius` around the image. Each of `num_steps` steps
+    adds radius / 4 times the sign of the gradient and projects the result to the cube. Pixels are
     standardized and not clamped. `clean`, `noise` and `attacked` are the accuracies of the images,
     of the random points, and after the attack.
     """

@@ -1,4 +1,4 @@
-"""LittleIsEnough: workers who send what hides among the honest gradients, before any aggregator."""
+"""LittleIsEnough: corrupt gradients close to the honest ones, in front of any aggregator."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -15,10 +15,10 @@ from gradsurg.plugins.fields import validated
 class LittleIsEnough(Aggregator):
     """Replace the first `num_corrupt` rows by mean - z std of the others, then aggregate by `of`.
 
-    Mean and standard deviation are those of each entry over the honest rows. The attack of Baruch,
-    Baruch and Goldberg, NeurIPS 2019 (arXiv 1902.06156), whose attacker knows the honest gradients.
-    With `num_corrupt` 0 it is `of`. A NaN or infinity in an honest row makes its entry NaN in the
-    corrupt rows. Raises ValueError for fewer than two honest rows.
+    Mean and standard deviation are taken per entry over the honest rows. This is the attack of
+    Baruch, Baruch and Goldberg, NeurIPS 2019 (arXiv 1902.06156), whose attacker knows the honest
+    gradients. With `num_corrupt` 0 only `of` acts. A NaN or infinity in an honest row makes its
+    entry NaN in the corrupt rows. Raises ValueError for fewer than two honest rows.
     """
 
     of: Aggregator

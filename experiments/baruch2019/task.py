@@ -18,7 +18,7 @@ class Workers(MultiTask):
     """Classify MNIST's digits, of half the height and width, with each batch divided among workers.
 
     Each pixel is the mean of four. Worker i has the examples i, i + num_workers, ... of the batch
-    and their mean cross-entropy as its loss, 0 without examples; `accuracy` is that of all.
+    and their mean cross-entropy as its loss, 0 without examples. `accuracy` is over all examples.
     """
 
     num_workers: Annotated[int, Field(ge=1)] = 50

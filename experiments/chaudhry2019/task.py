@@ -18,7 +18,7 @@ from gradsurg.tasks.data.arrays import Count, Seed
 from gradsurg.tasks.data.images import NUM_CLASSES, Images, image_files, read_images
 from gradsurg.tasks.mnist import LAYOUT
 
-LABEL, TASK, KEPT = range(3)  # columns of the targets: KEPT is 1 where an example is of the memory
+LABEL, TASK, KEPT = range(3)  # columns of the targets; KEPT is 1 for examples of the memory
 NAMES = ("now", "memory")
 
 
@@ -29,17 +29,17 @@ class PermutedMNIST(MultiTask):
 
     Each task is to classify MNIST's digits, with pixels from 0 to 1 in a random order that differs
     between tasks. A task has `num_train` training images of its own, and all tasks have the same
-    `num_test` test images; `data_seed` chooses them and the orders; null means all. An epoch is one
-    pass over one task; later epochs repeat the last task. All tasks have the same ten outputs.
+    `num_test` test images; null means all. `data_seed` chooses the images and the orders. An epoch
+    is one pass over one task; later epochs repeat the last task. All tasks share ten outputs.
 
     The first `per_class` examples of each class of a task go into a memory. A batch has examples of
-    the current task, `now`, and up to `memory_batch` from the memory of the tasks before. They have
-    a loss each; that of the memory is 0 in the first task, and always with `per_class` 0. A test
+    the current task and up to `memory_batch` from the memory of the tasks before. Their losses are
+    `now` and `memory`; the latter is 0 in the first task, and always with `per_class` 0. A test
     covers all tasks: `accuracy_<task>` (from 0), and their mean.
 
-    `test/forgetting` is the mean, over all learned tasks but the last, of the best accuracy in a
-    test since the task's end minus the final accuracy. It requires a test at the end of each task,
-    as with `eval_every` equal to the steps of a task.
+    `test/forgetting` is a mean over all learned tasks except the last. For each it is the best
+    accuracy in a test since the task's end, minus the final accuracy. It requires a test at the end
+    of each task, such as with `eval_every` equal to the steps of a task.
     """
 
     root: str | None = None
@@ -130,7 +130,7 @@ class PermutedMNIST(MultiTask):
         self, rows: Sequence[Mapping[str, Any]], epoch: int
     ) -> dict[str, float]:  # Any: what JSON can hold
         end = max((row["step"] for row in rows), default=0)
-        learned = min(-(-end // epoch), self.num_tasks)  # the last of them perhaps in part
+        learned = min(-(-end // epoch), self.num_tasks)  # the last one may be incomplete
         lost = []
         for task, number in enumerate(self._numbers[: learned - 1], 1):
             tests = {row["step"]: row.get(f"test/accuracy_{number}") for row in rows}
@@ -157,8 +157,8 @@ class PermutedMNIST(MultiTask):
 class OneByOne(Order):
     """One task after the other, each with the memory of those before.
 
-    `kept` has the number of examples in the memory of each task. The examples of the tasks come
-    first, then those of the memory, in the order of the tasks.
+    `kept` has the number of examples in the memory of each task. In the data, all tasks come
+    first, then the memory, both in the order of the tasks.
     """
 
     num_tasks: int

@@ -19,8 +19,8 @@ CHUNK = 250  # examples whose gradients are in memory at a time
 class ClippingToy(Task):
     """f(x) = Σ (x - a)² / 2 over the `centres` a, least at their mean.
 
-    For `model=point` and a batch of all examples. Every output is x itself, so the gradient at an
-    output is x - a, that of its example. `gradient` is f'(x), not clipped. After Chen, Wu and Hong,
+    It needs `model=point` and a batch of all examples. Every output is x itself, so the gradient at
+    an output is its example's, x - a. `gradient` is f'(x), not clipped. After Chen, Wu and Hong,
     NeurIPS 2020 (arXiv 2006.15429).
     """
 
@@ -55,8 +55,9 @@ class ClippingToy(Task):
 class ClippedMNIST(MNIST, Examined):
     """MNIST; then the gradients of `count` training examples, clipped at `max_norm` and not.
 
-    Of the mean over these examples: `gradient` is its norm, `clipped` that of the mean of clipped
-    gradients, and `cosine` the cosine of the two. `share` is the share of examples clipped.
+    `gradient` is the norm of the mean gradient of these examples, `clipped` the norm of the mean of
+    their clipped gradients, and `cosine` the cosine of the two means. `share` is the share of
+    examples whose gradients are clipped.
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -43,7 +43,7 @@ class Siamese(nn.Module):
 
     `encoder` has blocks of a convolution of stride 2, batch norm and ReLU, then the mean over
     places; `projector` has a hidden layer of `width`, `predictor` one of `bottleneck`, both with
-    batch norm. With `output_norm` the projector's output has batch norm too, as in the paper. The
+    batch norm. With `output_norm` the projector's output has the paper's batch norm too. The
     predictor's targets pass through `target`, an identity: its input is the branch whose gradient
     the paper stops (`Inputs("target")`). The outputs are the predictions from each view, then the
     targets, concatenated, a quarter each.

@@ -18,7 +18,7 @@ from gradsurg.tasks.data.image_tasks import image_task
 PARTS = 4  # of the outputs: the prediction from each view, and the target of each
 CHUNK = 4096  # images whose views are made at once
 NEAREST = 10  # neighbours that vote
-MOST_NEIGHBOURS = 2000  # examples among which they are looked for
+MOST_NEIGHBOURS = 2000  # examples among which neighbours are searched
 
 
 @validated
@@ -28,11 +28,11 @@ class TwoViews(Task):
     The outputs are four parts of `size`: the predictions p1 and p2 and the targets z1 and z2 of the
     views; the loss is the mean of -cos(p1, z2) and -cos(p2, z1). `spread` is the deviation over the
     examples of z1, normalized to length one, times sqrt(size): 1 for uniform directions, 0 after a
-    collapse. `knn_accuracy` is that of the majority label of the 10 nearest z1 among the other of
-    the first 2,000 examples; labels are in no loss. A view is a crop of the image, each side at
-    least `min_side` of it, scaled to its size, mirrored or not, with Gaussian noise of deviation
-    `noise`. Each image has one pair of views, which follows from `data_seed`. `data` is digits, or
-    fashion_mnist with the `root`, `num_train` and `num_test` of that task.
+    collapse. `knn_accuracy` is the accuracy of the majority label of the 10 nearest z1 among the
+    first 2,000 examples; labels are in no loss. A view is a crop of the image, each side at least
+    `min_side` of the image's, scaled to full size, mirrored or not, with Gaussian noise of
+    deviation `noise`. Each image has one pair of views, which follows from `data_seed`. `data` is
+    digits, or fashion_mnist with the task's `root`, `num_train` and `num_test`.
     """
 
     data: Literal["digits", "fashion_mnist"] = "digits"
@@ -45,7 +45,7 @@ class TwoViews(Task):
     data_seed: Seed = 0
 
     def __post_init__(self) -> None:
-        _ = self.images  # raises for options that the data do not have
+        _ = self.images  # raises for options that the task of the images does not have
 
     def load(self) -> Data:
         return _data(self, self.content).copy()

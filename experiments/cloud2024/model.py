@@ -1,4 +1,4 @@
-"""An autoencoder whose code is an input of the loss, too."""
+"""An autoencoder that also returns its code, for a penalty on it."""
 
 from math import prod
 

@@ -15,8 +15,8 @@ from gradsurg.tasks.data.arrays import Count
 from gradsurg.tasks.digits import NUM_PIXELS, Digits
 
 HIDDEN, BATCH, RATE = 128, 256, 0.002  # of a fresh decoder, trained by Adam
-BOUND = 10.0  # of standardized codes: a unit may be constant but for an example of the test
-BORDER = 5  # digits below it belong to the first half of the code
+BOUND = 10.0  # of standardized codes: a unit may be constant except on a few test examples
+BORDER = 5  # digits below 5 belong to the first half of the code
 
 
 @validated
@@ -29,9 +29,9 @@ class SplitDigits(Examined):
     The examination trains, for each half of the code, a fresh decoder of `decoder_steps` steps on
     the codes of all training images. Its error on a test image is the squared error as a share of
     the mean squared distance of the test images from the mean training image. `own` is the mean
-    error on the digits of the half (0 to 4 for the first, 5 to 9 for the second), `away` that on
-    the other digits, each averaged over both halves, and `gap` their difference. `whole` is the
-    error of the trained model.
+    error on the digits of the half (0 to 4 for the first, 5 to 9 for the second), and `away` the
+    mean error on the other digits. Both are averages over the halves, and `gap` is away - own.
+    `whole` is the error of the trained model.
     """
 
     l1: Annotated[float, Field(ge=0)] = 0.01

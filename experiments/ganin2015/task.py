@@ -24,11 +24,12 @@ class TwoMoonsShift(MultiTask):
 
     The source domain is two moons with Gaussian noise of deviation `noise`; the target domain is
     another draw, rotated by `angle` degrees around the middle; both have `num_train` points. The
-    losses are cross-entropies: `source` of the labels of the source domain, 0 in a batch without
-    it, and `domain` of the domain of every point. The labels of the target domain are in no loss:
-    `accuracy` is theirs, `accuracy_source` that of the source, `accuracy_domain` that of the
-    domains. With `shuffled_domains` the domains in the targets are random. Targets are the label,
-    the domain to predict, and the true domain (0: source). All depends on `data_seed` alone.
+    losses are cross-entropies. `source` has the labels of the source domain, and is 0 in a batch
+    without it; `domain` has the domain of every point. The labels of the target domain are in no
+    loss. `accuracy` is the accuracy of the labels in the target domain, `accuracy_source` in the
+    source domain, and `accuracy_domain` the accuracy of the domains. With `shuffled_domains` the
+    domains in the targets are random. Targets are the label, the domain to predict, and the true
+    domain (0: source). All depends on `data_seed` alone.
     """
 
     angle: Annotated[float, Field(ge=-180, le=180)] = 35.0

@@ -13,7 +13,7 @@ from gradsurg.tasks.base import Chance, Data, Examination, Examined
 from gradsurg.tasks.data.arrays import Count
 from gradsurg.tasks.digits import Digits
 
-STEP = 0.25  # of an ascent, as a share of the norm
+STEP = 0.25  # step of the ascent, relative to the norm
 HIDDEN = (64, 64)  # of the other networks
 TRAINING = 400  # Adam steps of each, of a batch of 128 at 0.002
 
@@ -25,8 +25,8 @@ class TransferDigits(Examined):
     The attack is gradient ascent of the trained network's loss in `num_steps` steps. A step goes
     `norm` / 4 along the gradient of each image, and then the perturbation is brought to the 2-norm
     `norm`, so every perturbation of every arm has exactly that norm. `source` is the accuracy of
-    the trained network afterwards, `target` the mean accuracy of `num_targets` MLPs with weights of
-    their own, `target_clean` theirs on the images, and `target_noise` theirs with random
+    the trained network under the attack, `target` the mean accuracy of `num_targets` other MLPs
+    under it. `target_clean` is their accuracy on the images, and `target_noise` with random
     perturbations of that norm. Pixels are standardized and not clamped. A subclass may have other
     networks and more attacks.
     """

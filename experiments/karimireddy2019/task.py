@@ -22,8 +22,8 @@ NUM_PRIVATE = 5  # coordinates that belong to a single example
 class RareSlope(Task):
     """f = x / 4, as the mean of 4 x for one example in four and of -x for the others.
 
-    Counter-example 1, where x is kept in [-1, 1]: for `model=boxed_point` and a batch size of 1.
-    Targets are the slopes, in an order that each epoch draws anew; exactly a quarter are 4.
+    Counter-example 1, where x is kept in [-1, 1]. It needs `model=boxed_point` and a batch size of
+    1. Targets are the slopes, in an order that each epoch draws anew; exactly a quarter are 4.
     """
 
     num_quarter: Annotated[int, Field(ge=1)] = 1024
@@ -55,9 +55,9 @@ class RareSlope(Task):
 class AbsoluteToy(Task):
     """f = epsilon |x1 + x2| + |x1 - x2|, least at (0, 0).
 
-    Counter-example 2, whose start is (1, 1) and whose epsilon is below 1: the two entries of every
+    Counter-example 2, which starts at (1, 1) with an epsilon below 1. The two entries of every
     subgradient have opposite signs, so a step by signs leaves x1 + x2 unchanged. At a tie the slope
-    of |z| is taken to be +1; torch would make it 0, and with it the sign of the gradient.
+    of |z| is taken to be +1; with torch's 0 the sign of the gradient could be 0.
     """
 
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -87,11 +87,11 @@ def _magnitude(z: Tensor) -> Tensor:
 class Wilson(Task):
     """Predict labels of -1 and 1, equally likely, by least squares from misleading coordinates.
 
-    Example i with label y is y, 1, 1, then zeros except for five coordinates that only it has: the
-    first is 1 if y = 1, all five if y = -1. There are more weights than examples, so the solution
-    depends on the method. Half of the examples are for the test. Section 3.3 of Wilson et al.,
-    NeurIPS 2017 (arXiv 1705.08292), used in section 5.2 of the paper. All depends on `data_seed`
-    alone.
+    Example i with label y is y, 1, 1, then zeros except for five coordinates that only it has. If y
+    = 1 the first of these is 1, if y = -1 all five are. There are more weights than examples, so
+    the solution depends on the method. Half of the examples are for the test. Section 3.3 of Wilson
+    et al., NeurIPS 2017 (arXiv 1705.08292), used in section 5.2 of the paper. All depends on
+    `data_seed` alone.
     """
 
     num_examples: Annotated[int, Field(ge=4)] = 200

@@ -16,9 +16,9 @@ from gradsurg.tasks.data.arrays import Count, Seed
 class LongTail(Classification):
     """Classify points of `num_classes` Gaussian clusters, class k as often as 1 / k^`tail`.
 
-    The centres are Gaussian with an expected square of 1, and the points have the deviation
-    `spread` times that of the centres around them. `tail` 0 makes the classes equally likely. The
-    question is one of optimization: the test examples are the training examples. `loss_rare` and
+    The centres are Gaussian with an expected square of 1. Around them the points have `spread`
+    times the centres' deviation. `tail` 0 makes the classes equally likely. The
+    question is about optimization, so the test examples are the training examples. `loss_rare` and
     `loss_common` are the mean losses of the half of the examples whose classes are less frequent,
     and of the other half. A synthetic set after Kunstner et al., NeurIPS 2024 (arXiv
     2402.19449); everything depends on `data_seed` alone.

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class StraightSign(nn.Module):
-    """1 where the input is positive or zero, else -1; the gradient passes as by the identity."""
+    """Return 1 where the input is positive or zero and -1 elsewhere, with an identity gradient."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         signs = torch.where(inputs >= 0, 1.0, -1.0)

@@ -15,12 +15,12 @@ WIDTH = 8  # of the other networks, of depth 8
 
 @validated
 class TransferResNets(TransferDigits):
-    """The task and the attack of guo2020, on ResNets, and the same with steps by signs.
+    """The task and the attack of guo2020 on ResNets, and an attack with steps by signs.
 
-    A step by signs moves each pixel by a quarter of `norm` / 8 and then brings its change to at
-    most `norm` / 8, as in iterated FGSM (Kurakin et al. 2017, arXiv 1611.01236). The 2-norm of its
-    perturbation is at most `norm`, as an image has 64 pixels, and may differ between the arms:
-    `norm_sign` is its mean, `target_sign` the accuracy of the other networks.
+    Steps by signs follow iterated FGSM (Kurakin et al. 2017, arXiv 1611.01236). Each moves a pixel
+    by a quarter of `norm` / 8 and bounds its change by `norm` / 8. An image has 64 pixels, so the
+    2-norm of the perturbation is at most `norm`, but it may differ between the arms. `norm_sign` is
+    its mean, `target_sign` the accuracy of the other networks.
     """
 
     num_targets: Count = 2

@@ -71,10 +71,10 @@ class ExampleSource:
     """The gradients of the examples of each step, and numbers about them at measured steps.
 
     `numbers()` has the means of `NUMBERS` over the measured steps, of the gradients g_i of the loss
-    of single examples. The noise scale is tr(S) / |G|². Both are unbiased estimates from the mean
-    of |g_i|² and the norm of the mean of g_i, each averaged over the steps (McCandlish et al. 2018,
-    arXiv 1812.06162, appendix A.1 with batches of 1 and n). It is left out if the estimate of |G|²
-    is not positive.
+    of single examples. The noise scale is tr(S) / |G|²: McCandlish et al. 2018, arXiv 1812.06162,
+    appendix A.1 with batches of 1 and n. Both are unbiased estimates from the mean of |g_i|² and
+    the norm of the mean of g_i, each averaged over the steps. The scale is left out if the estimate
+    of |G|² is not positive.
     """
 
     def __init__(self, recorder: Recorder, transform: Transform) -> None:

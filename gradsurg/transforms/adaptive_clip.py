@@ -22,9 +22,16 @@ from gradsurg.transforms.base import (
 class AdaptiveClip(GroupTransform):
     """Scale gradients by min(1, c / n), n their norm and c a threshold from past norms.
 
-    n is the joint 2-norm of all gradients of a group or, with `of=each`, the 2-norm of each
-    gradient. Below, m and v are an average of the norms after clipping and of their squared
-    deviations: m <- decay m + (1 - decay) n, then v <- decay v + (1 - decay) (n - m)^2.
+    Args:
+
+    - `z`: a factor of the threshold, or the quantile with `rule=quantile`.
+    - `warmup`: the first norms, which start m and v.
+    - `max_norm`: a bound of the joint norm in the warm-up and, except with `ratio`, of n after it.
+    - `of`: whether n is the joint 2-norm of all gradients of a `group`, or the 2-norm of `each`
+      gradient.
+
+    m and v are averages of the norms after clipping and of their squared deviations. Each norm
+    moves them: m <- decay m + (1 - decay) n, then v <- decay v + (1 - decay) (n - m)^2.
 
     | `rule` | threshold c | source |
     |---|---|---|
@@ -33,16 +40,16 @@ class AdaptiveClip(GroupTransform):
     | `ratio` | z max(m, 1e-6) | AdaGC |
     | `quantile` | the quantile z of the last `window` norms and n | AutoClip |
 
-    The first `warmup` norms start m and v. `zscore` and `deviations` take their mean and variance,
-    `ratio` their minimum; in these steps the joint norm is bounded by `max_norm` alone. Later norms
-    are bounded by `max_norm` too, except with `ratio`. `quantile` has no warm-up and no `max_norm`.
+    In the warm-up `max_norm` is the only bound. m and v start as the mean and the variance of these
+    norms, with `ratio` m as their minimum. `quantile` has no warm-up and no `max_norm`.
+
     ZClip is by Kumar et al. 2025 (arXiv 2504.02507), whose c / n has a 1e-6 too. AdaGC is by Wang
     et al. 2025 (arXiv 2502.11034), whose z is 1.05 and decay 0.98. AutoClip is by Seetharaman et
     al. 2020 (arXiv 2007.14469), with all past norms.
 
     Any shapes. Zeros stay zero, empty tensors stay empty. A norm that is NaN or infinite is not
-    averaged. A NaN stays in its place; an infinity that is clipped becomes NaN and the rest zero.
-    A gradient that is absent in a step does not count; with `of=each` its own m and v stay.
+    averaged. A NaN stays in its place; an infinity that is clipped becomes NaN and the rest zero. A
+    gradient that is absent in a step does not count; with `of=each` its own m and v stay.
     """
 
     rule: Literal["zscore", "deviations", "ratio", "quantile"] = "zscore"

@@ -14,9 +14,9 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class AddDecayed(Stateless):
     """Add the gradient of a penalty on the value w: g + strength * w (`l2`) or sign(w) (`l1`).
 
-    L2 regularization, which differs from decoupled weight decay in adaptive optimizers: Loshchilov
-    and Hutter, ICLR 2019 (arXiv 1711.05101), algorithm 1. As optax's `add_decayed_weights`.
-    Requires the value w.
+    This is L2 regularization, which differs from decoupled weight decay in adaptive optimizers:
+    Loshchilov and Hutter, ICLR 2019 (arXiv 1711.05101), algorithm 1. optax has it as
+    `add_decayed_weights`. Requires the value w.
 
     Any shape. A zero gradient becomes the penalty's, an empty tensor stays empty. A NaN or an
     infinity in g or w stays.

@@ -20,11 +20,12 @@ class AGC(Stateless):
     timm has the same units; optax takes a weight with at most one axis longer than 1, such as (out,
     1), for one unit. Requires the value w.
 
+    Adaptive gradient clipping of Brock, De, Smith, Simonyan, ICML 2021 (arXiv 2102.06171), equation
+    3. The paper does not clip the last linear layer. Its code divides by max(|g|, 1e-6), which
+    differs only where clipping * max(|w|, eps) < 1e-6.
+
     A zero gradient stays zero, an empty tensor empty. A NaN in g or w makes its unit NaN; an
-    infinity in g becomes NaN and the rest of its unit zero. Adaptive gradient clipping of Brock,
-    De, Smith, Simonyan, ICML 2021 (arXiv 2102.06171), equation 3. The paper does not clip the last
-    linear layer. Its code divides by max(|g|, 1e-6), which differs only where
-    clipping * max(|w|, eps) < 1e-6.
+    infinity in g becomes NaN and the rest of its unit zero.
     """
 
     clipping: Annotated[float, Field(gt=0)] = 0.01

@@ -118,9 +118,9 @@ class TransformContext:
     | `batch` | tensors by name, from `live.set_batch(inputs=x)`; empty without them |
     | `labels` | `batch["labels"]`, of examples (n,) or of tokens (n, time); None without them |
     | `layer` | at the input of a module: its call, a `LayerCall`; None if not asked for |
-    | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
+    | `gradient` | at `Updates`: the gradient behind the update of the optimizer; otherwise None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
-    | `rank` | number of the process, before gradients are averaged over several; else 0 |
+    | `rank` | number of the process, before gradients are averaged over several; otherwise 0 |
     | `label` | name of the transform in its surgery; empty outside of one |
     | `part` | place inside another transform, such as `0/placebo` in a chain; empty at the top |
     """

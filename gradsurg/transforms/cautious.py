@@ -20,9 +20,13 @@ from gradsurg.transforms.base import (
 class Cautious(Stateless):
     """Zero the entries of an update u that increase the loss to first order, and scale the rest.
 
-    The mask is m = [u g < 0], g the gradient: an update is added to the parameter, so it descends
-    where its sign differs from the sign of g. The result is u m c. For n entries of which k are
-    kept, c is
+    Args:
+
+    - `mode`: with `sign` nothing is zeroed or scaled, and the result is -|u| sign(g).
+
+    The mask is m = [u g < 0], where g is the gradient. An update is added to the parameter, so it
+    descends where its sign differs from the sign of g. The result is u m c. If k of the n entries
+    are kept, c is:
 
     | `scale` | c | source |
     |---|---|---|
@@ -31,11 +35,11 @@ class Cautious(Stateless):
     | `count` | n / max(k, 1) | HeavyBall |
     | `none` | 1 | the mask alone |
 
-    With `mode="sign"` nothing is zeroed or scaled: the result is -|u| sign(g), the size of the
-    update in the direction of the gradient. Grams of Cao et al. 2024 (arXiv 2412.17107).
+    `mode="sign"` has the size of the update and the direction of the gradient: Grams of Cao et al.
+    2024 (arXiv 2412.17107).
 
-    At `Updates` only. u has weight decay in it; the authors mask the step without it. Any shape. An
-    entry where u is zero, or g is zero or NaN, becomes zero; a NaN of u stays, and so does an
+    At `Updates` only. u contains the weight decay; the authors mask the step without it. Any shape.
+    An entry where u is zero, or g is zero or NaN, becomes zero; a NaN of u stays, and so does an
     infinity that is kept. An empty tensor stays empty.
     """
 

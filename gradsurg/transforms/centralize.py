@@ -11,10 +11,17 @@ from gradsurg.transforms.base import Stateless, TransformContext
 class Centralize(Stateless):
     """Subtract the mean of each unit: g - mean(g).
 
-    A unit is an index of axis 0, or another group selected by `per`. A tensor with fewer than two
-    axes, such as a bias, is not changed for any `per`. A constant unit becomes zero, a NaN or an
-    infinity makes its unit NaN, an empty tensor stays empty. Gradient centralization of Yong,
-    Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
+    A unit is an index of axis 0, or another group selected by `per`. Gradient centralization of
+    Yong, Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
+
+    A tensor with fewer than two axes, such as a bias, is not changed for any `per`. A constant unit
+    becomes zero, a NaN or an infinity makes its unit NaN, an empty tensor stays empty.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> with gs.Surgery(gs.Intervention(gs.Centralize())).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad, layer.bias.grad  # the mean of 3 and -4 is -0.5
+    (tensor([[ 3.5000, -3.5000]]), tensor([1.]))
     """
 
     per: Per = "unit"

@@ -25,11 +25,18 @@ Link = Transform | Callable[[Tensor], Tensor]
 class Chain(GroupTransform):
     """Apply transforms in order: `Chain(Clip(1.0), Scale(2.0))` clips, then scales.
 
-    Nested chains are flattened, plain functions become `Function`s, and a chain without
-    links is the identity. The scope is `group` if that of one link is. Link i has the state it
+    Nested chains are flattened, plain functions become `Function`s, and a chain without links is
+    the identity. The scope is `group` if one link has the scope `group`. Link i has the state it
     would have alone, with keys prefixed by `i.`, and the site id with the suffix `/i`, so that two
-    equal links draw different noise. Zeros, NaN, infinities and empty tensors are treated as by
-    the links.
+    equal links draw different noise.
+
+    Zeros, NaN, infinities and empty tensors are treated as by the links.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Chain(gs.Clip(1.0), gs.Scale(2.0)))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 3, -4 without the surgery
+    tensor([[ 2., -2.]])
     """
 
     links: tuple[Transform, ...]

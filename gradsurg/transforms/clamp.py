@@ -14,10 +14,17 @@ SMALLEST_MAX = torch.finfo(torch.float16).max
 class Clamp(Stateless):
     """Bound every entry: min(max(g, low), high); None is no bound.
 
+    `Clip` has symmetric bounds.
+
     Any shape. Zero stays zero if low <= 0 <= high and becomes the nearer bound otherwise. NaN stays
     NaN, an infinity becomes the bound on its side, or stays without one, an empty tensor stays
-    empty. A bound beyond the largest number of the gradient's dtype is that number. `Clip` has
-    symmetric bounds.
+    empty. A bound beyond the largest number of the gradient's dtype is that number.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Clamp(low=-1.0, high=None))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 3, -4 without the surgery
+    tensor([[ 3., -1.]])
     """
 
     low: float | None = -0.01

@@ -17,10 +17,17 @@ SMALLEST_MAX = torch.finfo(torch.float16).max
 class Clip(Stateless):
     """Bound the magnitude of every entry: min(max(g, -value), value).
 
+    Equal to `torch.nn.utils.clip_grad_value_` at parameters. At a recurrent layer's activations it
+    is the derivative clipping of Graves 2013 (arXiv 1308.0850).
+
     Any shape. Zero stays zero, NaN stays NaN, an infinity becomes ±value, an empty tensor stays
-    empty. A value above the largest number of the gradient's dtype is that number. Equal to
-    `torch.nn.utils.clip_grad_value_` at parameters; at a recurrent layer's activations it is the
-    derivative clipping of Graves 2013 (arXiv 1308.0850).
+    empty. A value above the largest number of the gradient's dtype is that number.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Clip(0.5))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 3, -4 without the surgery
+    tensor([[ 0.5000, -0.5000]])
     """
 
     value: Annotated[float, Field(gt=0)] = 0.01

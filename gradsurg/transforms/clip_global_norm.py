@@ -17,11 +17,21 @@ from gradsurg.transforms.base import ExampleWeighting, JointScaling, TransformCo
 class ClipGlobalNorm(JointScaling, ExampleWeighting):
     """Scale all gradients of a group by min(1, max_norm / (N + eps)), N their joint p-norm.
 
+    Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), algorithm 1; eps is placed as in PyTorch
+    (optax has none). `ClipNorm` clips each gradient by its own norm.
+
     Any shapes and dtypes. Zero gradients stay zero, empty tensors stay empty. A NaN or an infinity
     in one gradient makes N non-finite and every result NaN or zero, like
     `torch.nn.utils.clip_grad_norm_`. Put `Sanitize` before it to avoid that. If N^p overflows in
-    float32 every result is zero. Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), algorithm
-    1; eps is placed as in PyTorch (optax has none).
+    float32 every result is zero.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> with gs.Surgery(gs.Intervention(gs.ClipGlobalNorm(1.0))).attach(layer, optimizer):
+    ...     layer(torch.tensor([2.0, -2.0])).backward()
+    ...     optimizer.step()  # the surgery acts before the step
+    >>> layer.weight.grad, layer.bias.grad  # 2, -2 and 1 have the norm 3
+    (tensor([[ 0.6667, -0.6667]]), tensor([0.3333]))
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0

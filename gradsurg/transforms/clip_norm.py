@@ -16,12 +16,24 @@ from gradsurg.transforms.base import Scaling, Stateless, TransformContext, Trans
 class ClipNorm(Stateless, Scaling):
     """Bound the p-norm of each gradient: g * min(1, max_norm / (|g| + eps)).
 
-    Any shape. |g| is the norm of the tensor, or of each group selected by `per`. With `mean` it is
-    divided by n^(1/p) for n entries. For p = 2 this is the root mean square, like optax's
-    `clip_by_block_rms` (Shazeer and Stern, ICML 2018, arXiv 1804.04235). Zero stays zero, an empty
-    tensor empty. A NaN makes its group NaN; an infinity becomes NaN and the rest of its group zero.
+    Args:
+
+    - `per`: |g| is the norm of the tensor, or of each group.
+    - `eps`: 0 by default, 1e-6 in PyTorch's function.
+    - `mean`: divide |g| by n^(1/p) for n entries; for p = 2 this is the root mean square.
+
     Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), one tensor at a time; `ClipGlobalNorm`
-    clips all tensors jointly. eps is 0 by default, 1e-6 in PyTorch's function.
+    clips all tensors jointly. With `mean` it is optax's `clip_by_block_rms` (Shazeer and Stern,
+    ICML 2018, arXiv 1804.04235).
+
+    Any shape. Zero stays zero, an empty tensor empty. A NaN makes its group NaN; an infinity
+    becomes NaN and the rest of its group zero.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.ClipNorm(1.0))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 3, -4 have the norm 5
+    tensor([[ 0.6000, -0.8000]])
     """
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -14,13 +14,14 @@ from gradsurg.transforms.base import (
 class Deconvolve(Stateless):
     """Replace the gradient that leaves a node by max(e, 0), e the gradient that enters it.
 
-    The rule of deconvolutional networks at a ReLU: the mask of the forward pass is ignored. At a
-    node of another operation, that keeps the shape, its derivative is replaced likewise. `Nodes`
-    with `side=leave` only. With both masks it is guided backpropagation: `ScaleBySign`.
+    This is the rule of deconvolutional networks at a ReLU: the mask of the forward pass is ignored.
+    At a node of another operation that keeps the shape, it replaces the derivative of that
+    operation. `Nodes` with `side=leave` only. `ScaleBySign` at ReLU nodes keeps the mask of the
+    forward pass too: guided backpropagation. Zeiler and Fergus, ECCV 2014 (arXiv 1311.2901),
+    section 2.1, as captum's `Deconvolution`.
 
     Any shape. Zero stays zero, NaN stays NaN, an infinity stays or becomes zero, an empty tensor
-    stays empty. Zeiler and Fergus, ECCV 2014 (arXiv 1311.2901), section 2.1, as captum's
-    `Deconvolution`.
+    stays empty.
     """
 
     needed = frozenset({"entering"})

@@ -14,9 +14,9 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 class Delay(Transform):
     """Return the gradient that the site had `steps` gradients before; zero for the first ones.
 
-    The stale gradient of asynchronous training: Recht et al., NeurIPS 2011 (arXiv 1106.5730),
-    here with a constant delay. With several backward passes per step use
-    `Parameters(stage="step")`, so that gradients are those of steps.
+    The stale gradient of asynchronous training, with a constant delay: Recht et al., NeurIPS 2011
+    (arXiv 1106.5730). With several backward passes per step use `Parameters(stage="step")`, so that
+    each gradient is the gradient of a step.
 
     Any shape; an empty tensor stays empty. Zeros, NaN and infinities come out `steps` gradients
     later. The state of a site is `steps` gradients, in float32 or wider.

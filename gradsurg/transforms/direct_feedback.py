@@ -24,11 +24,11 @@ class DirectFeedback(Stateless):
     0 of both e and the gradient has the examples. For outputs of m entries and a gradient of n
     entries per example B has shape (m, n) and entries uniform in ±scale / sqrt(n). B is a function
     of (seed, site), drawn in float32 at each call and cast to the gradient's dtype, so that there
-    is no state; all calls of a module have the same B.
+    is no state; all calls of a module have the same B. Direct feedback alignment of Nokland,
+    NeurIPS 2016 (arXiv 1609.01596).
 
-    Any shape. The result does not depend on the incoming gradient: it is zero or not finite where
-    e B is. An empty tensor stays empty. Direct feedback alignment of Nokland, NeurIPS 2016 (arXiv
-    1609.01596).
+    Any shape. The result does not depend on the incoming gradient: it is zero or not finite where e
+    B is. An empty tensor stays empty.
     """
 
     scale: Annotated[float, Field(gt=0)] = 1.0

@@ -23,13 +23,13 @@ from gradsurg.transforms.sign import Sign
 class ErrorFeedback(Wrapper):
     """Apply a transform T with error feedback: T(g + e), with the error e <- g + e - T(g + e).
 
-    T is the field `of`. e is the state of a site, initially zero, in float32 or wider. Algorithms 1
-    and 2 of Karimireddy et al., ICML 2019 (arXiv 1901.09847), who accumulate the error of the
-    update: the same at a constant learning rate. At a varying rate the error of a gradient is
-    applied here at the rate of the later step.
+    T is the field `of`. Algorithms 1 and 2 of Karimireddy et al., ICML 2019 (arXiv 1901.09847), who
+    accumulate the error of the update: the same at a constant learning rate. At a varying rate the
+    error of a gradient is applied here at the rate of the later step.
 
-    Any shape; an empty tensor stays empty. The result of a zero gradient is T(e). A NaN or an
-    infinity stays in e: put `Sanitize` before it.
+    e is the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor stays
+    empty. The result of a zero gradient is T(e). A NaN or an infinity stays in e: put `Sanitize`
+    before it.
     """
 
     of: AnyTransform = Sign("mean")

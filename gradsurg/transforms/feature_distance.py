@@ -21,15 +21,15 @@ from gradsurg.transforms.base import (
 class FeatureDistance(Transform):
     """Add strength * dD/dz, with D the sum over the examples of |T(z) - T(z0)|.
 
-    z is the value at the site, one example for each index of axis 0, z0 the value at the site's
-    first gradient, T(z) = sign(z) |z|^power. An attack whose first backward pass has the clean
-    images ascends the loss plus these distances of all sites. With power 0.5 it makes the
-    transferable adversarial perturbations of Zhou et al., ECCV 2018, section 3, without the
+    Here T(z) = sign(z) |z|^power. The value z at the site has one example for each index of axis 0,
+    and z0 is the value at the site's first gradient. An attack whose first backward pass has the
+    clean images ascends the loss plus these distances of all sites. With power 0.5 it makes the
+    transferable adversarial perturbations of Zhou et al., ECCV 2018, section 3. It leaves out the
     smoothing that they add at the images.
 
     z0 is the state of a site: attach the surgery anew for other images. At a feature of zero T has
-    no derivative, and 0 is used, also where T(z) = T(z0). A NaN or an infinity of z gives NaN
-    in its example, one of the gradient stays. An empty tensor stays empty.
+    no derivative, and 0 is used, also where T(z) = T(z0). A NaN or an infinity of z gives NaN in
+    its example; a NaN or an infinity of the gradient stays. An empty tensor stays empty.
 
     Raises ValueError if z has another shape than z0.
     """

@@ -27,11 +27,11 @@ class FeedbackWeights(Stateless):
     B has the shape of W and entries uniform in ±scale / sqrt(inputs), the bound of
     `nn.Linear.reset_parameters`. B is a function of (seed, site), drawn in float32 at each call and
     cast to the gradient's dtype, so that there is no state. All calls of a layer have the same B,
-    but each product within a call, for example of `nn.RNN`, has its own.
+    but each product within a call, for example of `nn.RNN`, has its own. Feedback alignment of
+    Lillicrap, Cownden, Tweed and Akerman, Nature Communications 2016.
 
     Any shape (..., inputs), with e of shape (..., outputs). The result does not depend on the
-    incoming gradient: it is zero or not finite where e B is. An empty tensor stays empty. Feedback
-    alignment of Lillicrap, Cownden, Tweed and Akerman, Nature Communications 2016.
+    incoming gradient: it is zero or not finite where e B is. An empty tensor stays empty.
     """
 
     scale: Annotated[float, Field(gt=0)] = 1.0

@@ -23,10 +23,11 @@ class GHM(GroupTransform, ExampleWeighting):
     The u_i = abs(g_i) / max_k abs(g_k), joint 2-norms over the parameters of the site, fall into
     `bins` intervals of [0, 1] of equal length. R_i is the number of examples in the interval of
     u_i, and B the number of intervals with any, so that the weights have the mean 1. Examples of
-    backward passes of unequal size are counted by their weights in the loss (see `PerSample`). The
-    gradient harmonizing mechanism (GHM-C) of Li, Liu, Wang, AAAI 2019 (arXiv 1811.05181), section
-    3.3, without the moving average; the authors' code has this with momentum 0. There the u_i are
-    abs(p - p*) of a binary cross-entropy, which are in [0, 1] by themselves.
+    backward passes of unequal size are counted by their weights in the loss (see `PerSample`).
+
+    This is the gradient harmonizing mechanism (GHM-C) of Li, Liu, Wang, AAAI 2019 (arXiv
+    1811.05181), section 3.3, without the moving average, like the authors' code with momentum 0.
+    There the u_i are abs(p - p*) of a binary cross-entropy, which are in [0, 1] by themselves.
 
     At parameters, by itself or as `PerSample(GHM())`. Any shapes; zero gradients share the first
     interval. If a norm is not finite all examples have the weight 1 or share an interval, and NaN

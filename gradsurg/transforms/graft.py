@@ -30,9 +30,9 @@ class Graft(GroupTransform):
     tensor. Layer grafting of Agarwal et al. 2020 (arXiv 2002.11803), who graft the steps of two
     optimizers; with plain SGD this is the same.
 
-    Any shape. The result is zero where D(g) is zero. A NaN in M(g) makes every entry NaN, one in
-    D(g) too; an infinity in D(g) becomes NaN and every other entry zero. An empty tensor stays
-    empty. The state consists of the states of D and M.
+    Any shape. The result is zero where D(g) is zero. A NaN in M(g) or in D(g) makes every entry
+    NaN; an infinity in D(g) becomes NaN and every other entry zero. An empty tensor stays empty.
+    The state consists of the states of D and M.
     """
 
     direction: AnyTransform = Sign()

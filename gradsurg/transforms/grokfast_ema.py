@@ -15,10 +15,17 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 class GrokfastEMA(Transform):
     """Add an exponential moving average: g + strength * m, m <- decay * m + (1 - decay) * g.
 
+    Grokfast-EMA of Lee et al. 2024 (arXiv 2405.20233), with decay as alpha and strength as lambda.
+
     m is the state of a site, initialized by its first gradient, in float32 or wider. Any shape; an
     empty tensor stays empty. The result of a zero gradient is strength * m. A NaN or an infinity
-    stays in m: put `Sanitize` before it. Grokfast-EMA of Lee et al. 2024 (arXiv 2405.20233), with
-    decay as alpha and strength as lambda.
+    stays in m: put `Sanitize` before it.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.GrokfastEMA(strength=2.0))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # the first mean is the gradient itself
+    tensor([[  9., -12.]])
     """
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.98

@@ -16,12 +16,13 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 class GrokfastMA(Transform):
     """Add a moving average: g + strength * m, m the mean of the last `window` gradients with g.
 
-    The first window - 1 gradients are not changed; `warmup=false` takes the mean of those so far.
-    Grokfast-MA of Lee et al. 2024 (arXiv 2405.20233), with window as w and strength as
-    lambda. The state of a site is `window` gradients, in float32 or wider: `GrokfastEMA` needs one.
+    The first window - 1 gradients are not changed. `warmup=false` takes the mean of the gradients
+    so far instead. Grokfast-MA of Lee et al. 2024 (arXiv 2405.20233), with window as w and strength
+    as lambda.
 
-    Any shape; an empty tensor stays empty. The result of a zero gradient is strength * m. A NaN or
-    an infinity stays in m for `window` gradients: put `Sanitize` before it.
+    The state of a site is `window` gradients, in float32 or wider: `GrokfastEMA` needs one. Any
+    shape; an empty tensor stays empty. The result of a zero gradient is strength * m. A NaN or an
+    infinity stays in m for `window` gradients: put `Sanitize` before it.
     """
 
     window: Annotated[int, Field(ge=1)] = 100

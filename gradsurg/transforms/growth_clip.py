@@ -14,13 +14,13 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 @validated
 class GrowthClip(Transform):
-    """g * min(1, factor * |r| / |g|), r the result at the step before, in 2-norms.
+    """Bound the growth of the norm: g * min(1, factor * |r| / |g|), r the result before it.
 
-    The norms are of the tensor, or of each group selected by `per`. The limiter of norm
-    growth of Fira (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
+    The 2-norms are of the tensor, or of each group selected by `per`. The limiter of norm growth of
+    Fira (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
 
-    The first gradient is not clipped, nor is one after a result of zero. |r| is the state of a
-    site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A NaN makes its
+    The first gradient is not clipped, nor is a gradient after a result of zero. |r| is the state of
+    a site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A NaN makes its
     group NaN, an infinity becomes NaN and the rest of its group zero; both keep |r|.
     """
 

@@ -10,8 +10,16 @@ from gradsurg.transforms.base import Stateless, TransformContext
 class Identity(Stateless):
     """Return the gradient, the same object.
 
-    Any shape; zeros, NaN, infinities and empty tensors are not changed. Training with it is
-    bit-identical to training without surgery.
+    Training with it is bit-identical to training without surgery: attach it to measure gradients,
+    or as a control.
+
+    Any shape; zeros, NaN, infinities and empty tensors are not changed.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Identity())).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad
+    tensor([[ 3., -4.]])
     """
 
     tags = frozenset(

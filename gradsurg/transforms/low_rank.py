@@ -17,14 +17,14 @@ GOLDEN_ANGLE = 2.399963229728653
 class LowRank(Transform):
     """Replace a matrix M by P P^T M, P an orthonormal basis of the `rank` columns of M Q.
 
-    Q is the state of a site: at first a fixed matrix, then M^T P of the last gradient with columns
-    of norm 1. So P approaches the leading singular vectors if gradients vary slowly. PowerSGD of
-    Vogels et al., NeurIPS 2019 (arXiv 1905.13727), algorithm 1, is this with `ErrorFeedback`:
+    Q is at first a fixed matrix, then M^T P of the last gradient with columns of norm 1. So P
+    approaches the leading singular vectors if gradients vary slowly. PowerSGD of Vogels et al.,
+    NeurIPS 2019 (arXiv 1905.13727), algorithm 1, is this with `ErrorFeedback`:
     `transform=power_sgd`.
 
-    A tensor of more than two axes is a matrix with the rows of axis 0; one of fewer is not changed.
-    Computed in float32 or wider. Zero stays zero, an empty tensor stays empty. A NaN or an infinity
-    makes every entry NaN and leaves Q as it was.
+    Q is the state of a site, and is computed in float32 or wider. A tensor of more than two axes is
+    a matrix with the rows of axis 0; a tensor of fewer axes is not changed. Zero stays zero, an
+    empty tensor stays empty. A NaN or an infinity makes every entry NaN and leaves Q as it was.
     """
 
     rank: Annotated[int, Field(ge=1)] = 2

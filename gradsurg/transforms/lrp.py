@@ -23,9 +23,9 @@ class LRP(Stateless):
 
     The relevance of a tensor is its value times its gradient, here and after the backward pass:
     `x.grad * x` is the explanation of a scalar output. So a module z = f(x) gets R = z e for the
-    gradient e of its output; ReLUs, max pooling and sums conserve relevance without a rule. x+ is
-    max(x, 0) and x- is min(x, 0), likewise for the parameters W. A bias counts as part of W where
-    x+ stands.
+    gradient e of its output. ReLUs, max pooling and sums conserve relevance without a rule. In the
+    rules, x+ is max(x, 0) and x- is min(x, 0), and likewise for the parameters W. A bias counts as
+    part of W where x+ stands.
 
     | `rule` | relevance of x | source |
     |---|---|---|
@@ -40,9 +40,17 @@ class LRP(Stateless):
 
     `Inputs` of modules that take and return one tensor; `gamma` and `zplus` at linear and
     convolutional layers. The module's forward runs again in the backward pass, without its hooks,
-    except with `epsilon` at PyTorch's own linear layers and convolutions. It ignores the gradient,
-    except for its dtype; NaN and infinities of e, x and z spread as in the module, and an empty
-    tensor stays empty.
+    except with `epsilon` at PyTorch's own linear layers and convolutions. The rule ignores the
+    gradient, except for its dtype. NaN and infinities of e, x and z spread as in the module, and an
+    empty tensor stays empty.
+
+    >>> model, x = nn.Sequential(nn.Linear(2, 1, bias=False)), torch.ones(2, requires_grad=True)
+    >>> model.load_state_dict({"0.weight": torch.tensor([[4.0, -1.0]])})
+    <All keys matched successfully>
+    >>> with gs.Surgery(gs.Intervention(gs.LRP("zplus"), at=gs.Inputs("0"))).attach(model):
+    ...     model(x).backward()
+    >>> x.detach() * x.grad  # all of the output 3 is from the entry with the positive weight
+    tensor([3.0000, 0.0000])
     """
 
     rule: Literal["epsilon", "gamma", "zplus", "identity"] = "epsilon"

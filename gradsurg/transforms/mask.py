@@ -18,22 +18,35 @@ MIN_PROBABILITY = 1e-9  # the smallest probability at which a random mask is unb
 class Mask(Stateless):
     """Keep some entries and zero the rest.
 
+    Args:
+
+    - `amount`: the fraction of entries that are kept, or with `by=threshold` the magnitude to
+      exceed.
+    - `rescale`: multiply kept entries by d / k (`largest`, `random_k`) or by 1 / amount (`random`),
+      which makes the random choices unbiased.
+
     | `by` | entries that are kept |
     |---|---|
     | `largest` | the k of largest magnitude |
-    | `threshold` | those with abs(g) > amount |
+    | `threshold` | entries with abs(g) > amount |
     | `random` | each with probability `amount`, at least 1e-9, independently |
     | `random_k` | k drawn uniformly |
 
     k = max(1, round(amount * d)), where d is the number of entries of the tensor, or of each group
-    selected by `per`. `rescale` multiplies kept entries by d / k (`largest`, `random_k`) or by
-    1 / amount (`random`), which makes the random choices unbiased.
+    selected by `per`.
+
+    Aji and Heafield, EMNLP 2017 (arXiv 1704.05021) for `largest` (without their residual) and
+    `threshold`; Child-Tuning, Xu et al., EMNLP 2021 (arXiv 2109.05687) for `random` with `rescale`.
 
     Any shape; an empty tensor stays empty, zero stays zero. `largest` orders NaN above infinity
     above all numbers and so keeps both if k suffices; `threshold` keeps both; the random choices
-    may drop either. `rescale` leaves NaN and infinities unchanged. Aji and Heafield, EMNLP 2017
-    (arXiv 1704.05021) for `largest` (without their residual) and `threshold`; Child-Tuning, Xu et
-    al., EMNLP 2021 (arXiv 2109.05687) for `random` with `rescale`.
+    may drop either. `rescale` leaves NaN and infinities unchanged.
+
+    >>> layer = nn.Linear(4, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Mask(0.5))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0, 1.0, 2.0])).backward()
+    >>> layer.weight.grad  # the larger half
+    tensor([[ 3., -4.,  0.,  0.]])
     """
 
     amount: Annotated[float, Field(gt=0)] = 0.1

@@ -16,14 +16,26 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 class Momentum(Transform):
     """Replace the gradient by m <- decay * m + g or, with `average`, decay * m + (1 - decay) * g.
 
-    `debias` divides the average by 1 - decay^n at the n-th gradient; `nesterov` returns
-    decay * m + g, or decay * m + (1 - decay) * g. Polyak 1964; the correction is that of Kingma and
-    Ba, ICLR 2015 (arXiv 1412.6980), section 3. As optax's `trace` and, with `average`, `ema`. With
-    an optimizer that has momentum itself there are two.
+    Args:
+
+    - `debias`: divide the average by 1 - decay^n at the n-th gradient.
+    - `nesterov`: return decay * m + g, or decay * m + (1 - decay) * g.
+
+    Polyak 1964; the division is the bias correction of Kingma and Ba, ICLR 2015 (arXiv 1412.6980),
+    section 3. As optax's `trace` and, with `average`, `ema`. An optimizer with a momentum of its
+    own adds a second momentum.
 
     m is the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor stays
     empty. The result of a zero gradient is decay * m. A NaN or an infinity stays in m: put
     `Sanitize` before it.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Momentum(0.5))).attach(layer):
+    ...     for _ in range(3):
+    ...         layer.weight.grad = None
+    ...         layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 1 + 0.5 + 0.25 times 3, -4
+    tensor([[ 5.2500, -7.0000]])
     """
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.9

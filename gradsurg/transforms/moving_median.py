@@ -13,13 +13,13 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 @validated
 class MovingMedian(Transform):
-    """The median of each entry over the last `window` gradients, this one included.
+    """Replace each entry by its median over the last `window` gradients, this one included.
 
-    It ignores spikes in fewer than half of them, where a mean would move. Of an even number it is
-    the mean of the middle two. A NaN is left out; the median of none is NaN.
+    It ignores spikes in fewer than half of them, which would move a mean. The median of an even
+    number of entries is the mean of the middle two.
 
-    The state of a site is `window` gradients, in float32 or wider. Any shape; an empty tensor stays
-    empty.
+    A NaN is left out; the median of none is NaN. The state of a site is `window` gradients, in
+    float32 or wider. Any shape; an empty tensor stays empty.
     """
 
     window: Annotated[int, Field(ge=1)] = 5

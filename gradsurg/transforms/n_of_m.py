@@ -17,11 +17,11 @@ class NOfM(Stateless):
     """Keep the n entries of largest magnitude of every m consecutive ones; zero the rest.
 
     Groups lie along `axis`; the last group of an axis may be shorter and keeps at most n as well.
-    2:4 sparsity of Mishra et al. 2021 (arXiv 2104.08378), here of gradients. Of equal
-    magnitudes the first are kept.
+    2:4 sparsity of Mishra et al. 2021 (arXiv 2104.08378), here of gradients.
 
     Any shape with that axis; a tensor without axes is not changed. Zero stays zero, an empty tensor
-    empty. NaN is larger than infinity, and that larger than all numbers.
+    empty. The first of several equal magnitudes are kept. NaN is larger than infinity, and infinity
+    larger than all numbers.
     """
 
     n: Annotated[int, Field(ge=1)] = 2

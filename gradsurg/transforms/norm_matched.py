@@ -13,9 +13,11 @@ class NormMatched(Wrapper):
     """Rescale each gradient to the 2-norm of a transform's result: g * |T(g)| / |g|.
 
     A control arm for the transform T (the field `of`): the direction of g with the norm of T(g)
-    separates the effects of direction and norm. Any shape. The result is zero where |g| is zero,
-    also if T(g) is not. A NaN in g or T(g) makes every entry NaN; an infinity in g becomes NaN and
-    every other entry zero. An empty tensor stays empty. The state is that of T.
+    separates the effects of direction and norm.
+
+    Any shape. The result is zero where |g| is zero, also if T(g) is not. A NaN in g or T(g) makes
+    every entry NaN; an infinity in g becomes NaN and every other entry zero. An empty tensor stays
+    empty. The state is the state of T.
     """
 
     of: AnyTransform = Clip(0.01)

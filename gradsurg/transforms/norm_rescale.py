@@ -15,10 +15,18 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class NormRescale(Stateless):
     """Rescale the gradient to a fixed p-norm: norm * g / (|g| + eps).
 
-    Any shape. |g| is the norm of the tensor, or of each group selected by `per`. A zero gradient
-    stays zero, an empty tensor empty. A NaN makes its group NaN; an infinity becomes NaN and the
-    rest of its group zero. With `per=tensor` the block-normalized gradient of Yu et al. 2017 (arXiv
-    1707.04822); optax's `normalize_by_update_norm` has eps 1e-6 and one norm for all tensors.
+    |g| is the norm of the tensor, or of each group selected by `per`. With `per=tensor` it is the
+    block-normalized gradient of Yu et al. 2017 (arXiv 1707.04822); optax's
+    `normalize_by_update_norm` has eps 1e-6 and one norm for all tensors, like `RescaleGlobalNorm`.
+
+    Any shape. A zero gradient stays zero, an empty tensor empty. A NaN makes its group NaN; an
+    infinity becomes NaN and the rest of its group zero.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.NormRescale(10.0))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 3, -4 have the norm 5
+    tensor([[ 6., -8.]])
     """
 
     norm: Annotated[float, Field(gt=0)] = 1.0

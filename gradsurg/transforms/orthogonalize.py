@@ -15,17 +15,30 @@ from gradsurg.transforms.base import Stateless, TransformContext
 class Orthogonalize(Stateless):
     """Replace the matrix G = U S V^T by about U V^T, with Newton-Schulz steps, times a scale.
 
-    X = G / max(|G|, eps), then `steps` times X <- a X + b (X X^T) X + c (X X^T)^2 X. The default
-    (a, b, c) takes singular values to 0.68 to 1.20, not to 1. Values below 0.2 % of |G| stay
-    smaller: a random square matrix has some near 0, a random matrix of 20 rows and 30 columns none.
-    With A rows and B columns the scale is 1 (`none`), sqrt(max(1, A / B)) (`spectral`), or 0.2
-    sqrt(max(A, B)) (`rms`). With `rms` the result has the root mean square of an update of Adam
-    (Liu et al. 2025, arXiv 2502.16982). Muon of Jordan et al. 2024 is this after `Momentum`:
-    `transform=muon`. `torch.optim.Muon` has the same steps in bfloat16.
+    Args:
 
-    A tensor of more than two axes is a matrix with the rows of axis 0; one of fewer is not changed.
-    Computed in float32 or wider. A zero gradient stays zero, an empty tensor empty. A NaN or an
-    infinity makes every entry NaN.
+    - `scale`: with A rows and B columns 1 (`none`), sqrt(max(1, A / B)) (`spectral`), or 0.2
+      sqrt(max(A, B)) (`rms`).
+    - `coefficients`: the a, b and c of each step.
+
+    X = G / max(|G|, eps), then `steps` times X <- a X + b (X X^T) X + c (X X^T)^2 X. The default
+    coefficients do not take singular values to 1. Values above 0.2 % of |G| become 0.68 to 1.20,
+    values below can stay smaller. Random 20 x 30 matrices have none of these and get 0.68 to 1.13;
+    random 20 x 20 matrices have some near 0 and get 0.02 to 1.20.
+
+    Muon of Jordan et al. 2024 is this after `Momentum`: `transform=muon`. With `rms` the result has
+    the root mean square of an update of Adam (Liu et al. 2025, arXiv 2502.16982).
+    `torch.optim.Muon` has the same steps in bfloat16.
+
+    A tensor of more than two axes is a matrix with the rows of axis 0; a tensor of fewer axes is
+    not changed. Computed in float32 or wider. A zero gradient stays zero, an empty tensor empty. A
+    NaN or an infinity makes every entry NaN.
+
+    >>> layer, grad = nn.Linear(2, 2, bias=False), torch.tensor([[3.0, 0.0], [0.0, -0.5]])
+    >>> with gs.Surgery(gs.Intervention(gs.Orthogonalize())).attach(layer):
+    ...     layer.weight.backward(grad)
+    >>> torch.linalg.svdvals(layer.weight.grad)  # 3 and 0.5 without the surgery
+    tensor([1.0420, 0.7136])
     """
 
     steps: Annotated[int, Field(ge=1, le=100)] = 5

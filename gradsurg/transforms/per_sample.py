@@ -38,19 +38,34 @@ def _checked(of: Any) -> Any:  # Any: a transform, a function, or an aggregator 
 class PerSample(GroupTransform):
     """Apply a transform T to the gradient g_i of each of n examples, or aggregate them by A.
 
-    `of` is T or A and acts on all parameters of the site together; A must read the gradients. The
-    result is Σ T(g_i) / n or A(g_1, ..., g_n) for a loss that is the mean over the batch, and n
-    times that for a sum, `reduction="sum"`. The batch of a step consists of the examples of all its
-    backward passes. In a mean, the loss of each of K passes is the mean over its own n_k examples,
-    divided by K. T(g_i) then has the weight 1 / (K n_k) in place of 1 / n, and A has the g_i as
-    they are. `noise` adds N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm
-    by C, such as `ClipGlobalNorm`. This is the update of DP-SGD (Abadi et al., CCS 2016, arXiv
-    1607.00133, algorithm 1), with C multiplied by the largest of the n / (K n_k). No privacy
-    follows without Poisson sampling and an accountant, which gradsurg does not have.
+    Args:
 
-    T must have no state. Any shapes; zeros, NaN, infinities and empty tensors are treated as by T
-    or A, so that one NaN of one example reaches the result. Without a batch, for example outside a
-    surgery, the gradient belongs to one example.
+    - `of`: T or A, which acts on all parameters of the site together. A must read the gradients,
+      and T must have no state.
+    - `noise`: add N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm by C,
+      such as `ClipGlobalNorm`.
+    - `reduction`: whether the loss is the `mean` or the `sum` over the batch.
+
+    The result is Σ T(g_i) / n or A(g_1, ..., g_n) for a loss that is a mean, and n times that for a
+    sum. The batch of a step consists of the examples of all its backward passes. In a mean, the
+    loss of each of K passes is the mean over its own n_k examples, divided by K. T(g_i) then has
+    the weight 1 / (K n_k) in place of 1 / n, and A has the g_i as they are.
+
+    With `noise` this is the update of DP-SGD (Abadi et al., CCS 2016, arXiv 1607.00133, algorithm
+    1), with C multiplied by the largest of the n / (K n_k). No privacy follows without Poisson
+    sampling and an accountant, which gradsurg does not have.
+
+    Any shapes; zeros, NaN, infinities and empty tensors are treated as by T or A, so that one NaN
+    of one example reaches the result. Without a batch, for example outside a surgery, the gradient
+    belongs to one example.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> with gs.Surgery(gs.Intervention(gs.PerSample(gs.ClipNorm(1.0)))).attach(layer, optimizer):
+    ...     layer(torch.tensor([[3.0, -4.0], [0.2, 0.4]])).mean().backward()
+    ...     optimizer.step()  # the surgery acts before the step
+    >>> layer.weight.grad  # the mean of 0.6, -0.8 and 0.2, 0.4
+    tensor([[ 0.4000, -0.2000]])
     """
 
     of: Annotated[Any, BeforeValidator(_checked)] = Identity()

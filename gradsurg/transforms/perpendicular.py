@@ -16,15 +16,20 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class Perpendicular(Stateless):
     """Remove the component along the value w: g - (w.g / w.w) w.
 
-    `rescale` gives the result the norm of g. With `below` a tensor is changed only if all its
-    cosines are small: max abs(w.g) / (|w| |g|) < below / sqrt(d), d the number of entries of a
-    group. AdamP (Heo et al., ICLR 2021, arXiv 2006.08217) takes units and then the whole tensor,
-    0.1, and Adam's update for g. perpGrad of Prieto et al. 2025 (arXiv 2501.04697); its code
-    rescales.
+    Args:
 
-    w.g is over the tensor, or over each group selected by `per`. Where w is zero g is not changed.
-    Requires the value w. Any shape; zero stays zero, an empty tensor empty; a tensor of one entry
-    becomes about zero. A NaN or an infinity in g or w makes its group NaN.
+    - `rescale`: give the result the norm of g.
+    - `below`: change a tensor only if all its cosines are small, max abs(w.g) / (|w| |g|) < below /
+      sqrt(d) with d the number of entries of a group.
+
+    w.g is over the tensor, or over each group selected by `per`. Requires the value w.
+
+    perpGrad of Prieto et al. 2025 (arXiv 2501.04697); its code rescales. AdamP (Heo et al., ICLR
+    2021, arXiv 2006.08217) takes units and then the whole tensor, with `below` 0.1 and Adam's
+    update for g.
+
+    Any shape; zero stays zero, an empty tensor empty; a tensor of one entry becomes about zero.
+    Where w is zero g is not changed. A NaN or an infinity in g or w makes its group NaN.
     """
 
     rescale: bool = False

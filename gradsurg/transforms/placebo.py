@@ -15,12 +15,12 @@ class Placebo(Wrapper):
 
     A control arm for the transform T (the field `of`). The result is p + |T(g) - p| r, where p = (u
     . T(g)) u is the part of T(g) along u = g / |g|. The direction r is random with |r| = 1 and r .
-    g = 0, drawn uniformly for each (seed, site, step, call). The cosine to g and the norm are the
-    same as T(g)'s. Where T(g) = g the result is g, bit for bit.
+    g = 0, drawn uniformly for each (seed, site, step, call). The result has the cosine to g and the
+    norm of T(g). Where T(g) = g the result is g, bit for bit.
 
     Any shape. A gradient of zeros, which has no direction, becomes |T(g)| r. A tensor with one
     entry has no direction orthogonal to it, and its result is T(g). A NaN or an infinity in g or
-    T(g) makes every entry NaN. An empty tensor stays empty. The state is T's.
+    T(g) makes every entry NaN. An empty tensor stays empty. The state is the state of T.
     """
 
     of: AnyTransform = ScaleBySign()

@@ -27,10 +27,15 @@ from gradsurg.transforms.base import (
 class ProjectSubspace(GroupTransform):
     """Remove the part of the gradient in a subspace, g - Q Qᵀ g, or with `onto` keep it: Q Qᵀ g.
 
-    `path` is a file of `torch.save({parameter name: basis})`, made by `gs.ogd_basis`,
-    `gs.gpm_basis` or by yourself. A basis has a vector in each column; it is orthonormalized when
-    it is read, and columns that depend on others are dropped. Without columns the subspace is {0}:
-    nothing is removed, or with `onto` all. Each parameter of the site must be in the file.
+    Args:
+
+    - `path`: a file of `torch.save({parameter name: basis})`, made by `gs.ogd_basis`,
+      `gs.gpm_basis` or by yourself, with each parameter of the site.
+    - `rank`: without `path`, the dimensions of a random subspace.
+
+    A basis has a vector in each column. It is orthonormalized when it is read, and columns that
+    depend on others are dropped. Without columns the subspace is {0}: nothing is removed, or with
+    `onto` all.
 
     | `vectors` | projected | basis of a parameter |
     |---|---|---|
@@ -41,10 +46,9 @@ class ProjectSubspace(GroupTransform):
     `group` is orthogonal gradient descent: Farajtabar et al., AISTATS 2020 (arXiv 1910.07104).
     `rows` is gradient projection memory: Saha, Garg and Roy, ICLR 2021 (arXiv 2103.09762).
 
-    Without `path` the subspace is random, with `rank` dimensions, drawn for (seed, site) at each
-    call. With `onto` this is training in a random subspace (Li et al., ICLR 2018, arXiv
-    1804.08838), and a control for the others. A run is identified by the path, not by the content
-    of the file: write another basis to another file.
+    A random subspace is drawn for (seed, site) at each call. With `onto` this is training in a
+    random subspace (Li et al., ICLR 2018, arXiv 1804.08838), and a control for the others. A run is
+    identified by the path, not by the content of the file: write another basis to another file.
 
     Any shape; zero stays zero, an empty tensor empty. A NaN or an infinity makes its vector NaN.
     """

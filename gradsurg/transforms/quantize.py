@@ -16,13 +16,18 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class Quantize(Stateless):
     """Round abs(g) to a multiple of N / levels, up or down at random, without bias.
 
-    N is the largest magnitude (`by=max`) or the 2-norm (`by=norm`) of the tensor, or of each group
-    selected by `per`. An entry of magnitude x N / levels becomes sign(g) floor(x + u) N / levels, u
-    uniform in [0, 1), or is rounded to the nearest level with `stochastic=false`. Of 2^(b-1) - 1
-    levels of the largest magnitude an entry takes b bits. QSGD of
-    Alistarh et al., NeurIPS 2017 (arXiv 1610.02132), has `by=norm`. TernGrad of Wen et
-    al., NeurIPS 2017 (arXiv 1705.07878), has one level, and first
-    clamps entries to `clip` = 2.5 standard deviations, which makes it biased.
+    Args:
+
+    - `by`: N is the largest magnitude (`max`) or the 2-norm (`norm`) of the tensor, or of each
+      group selected by `per`.
+    - `clip`: first clamp entries to this number of standard deviations, which makes the result
+      biased.
+    - `stochastic`: with `false` round to the nearest level.
+
+    An entry of magnitude x N / levels becomes sign(g) floor(x + u) N / levels, u uniform in [0, 1).
+    With 2^(b-1) - 1 levels of the largest magnitude an entry takes b bits. QSGD of Alistarh et al.,
+    NeurIPS 2017 (arXiv 1610.02132), has `by=norm`. TernGrad of Wen et al., NeurIPS 2017 (arXiv
+    1705.07878), has one level and `clip` 2.5.
 
     Any shape; zero stays zero, an empty tensor stays empty. A NaN makes its group NaN; an infinity
     becomes NaN and the rest of its group zero, or NaN with `clip`.

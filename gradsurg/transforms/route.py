@@ -21,18 +21,25 @@ from gradsurg.transforms.base import (
 class Route(Stateless):
     """Multiply the gradient by a mask of units that depends on the example's label.
 
-    The d units of `axis` are cut into as many parts as there are `groups`, of equal sizes up to
-    one unit, the larger first (`torch.tensor_split`). For an example whose label is in group k the
-    gradient g of the units of part k stays, and the gradient of all other units becomes `outside` *
-    g. A label of no group passes everywhere. The labels are those of
-    `live.set_example_labels(labels)`, in a run the task's labels. Use it at an activation, for
-    example `site=outputs site.pattern=encoder`. Labels (n, time) label tokens: gradients are (n,
-    time, ...), or (n * time, ...), and `axis=-1` has the units in both.
+    Args:
 
-    At least two axes, of which the first match the labels. Zero stays zero, NaN stays NaN,
-    an infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty
-    tensor stays empty. Gradient routing of Cloud et al. 2024 (arXiv 2410.04332), with the masks of
-    its autoencoder.
+    - `groups`: the labels of each part of the units.
+    - `outside`: the factor of the units of other parts.
+    - `axis`: the axis of the units.
+
+    The d units of `axis` are cut into as many parts as there are `groups`, of equal sizes up to one
+    unit, the larger first (`torch.tensor_split`). For an example whose label is in group k the
+    gradient g of the units of part k stays, and the gradient of all other units becomes `outside` *
+    g. A label of no group passes everywhere.
+
+    The labels come from `live.set_example_labels(labels)`, in a run from the task. Use it at an
+    activation, for example `site=outputs site.pattern=encoder`. Labels (n, time) label tokens:
+    gradients are (n, time, ...), or (n * time, ...), and `axis=-1` has the units in both. Gradient
+    routing of Cloud et al. 2024 (arXiv 2410.04332), with the masks of its autoencoder.
+
+    At least two axes, of which the first match the labels. Zero stays zero, NaN stays NaN, an
+    infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty tensor
+    stays empty.
     """
 
     groups: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = (

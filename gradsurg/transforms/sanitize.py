@@ -19,10 +19,17 @@ class Sanitize(Stateless):
     | `clamp` | NaN becomes 0, ±infinity becomes ± the largest finite magnitude of the gradient |
     | `drop` | the whole gradient becomes 0 if one entry is not finite |
 
-    Any shape; an empty tensor stays empty. The result is finite. On gradients scaled for mixed
-    precision it would hide overflow from the `GradScaler`, which skips such a step. So there it
-    acts at stage `step` alone. optax's `zero_nans` keeps infinities; `torch.nan_to_num` replaces
-    them by the largest number of the dtype.
+    On gradients scaled for mixed precision it would hide overflow from the `GradScaler`, which
+    skips such a step, so there it acts at stage `step` alone. optax's `zero_nans` keeps infinities;
+    `torch.nan_to_num` replaces them by the largest number of the dtype.
+
+    Any shape; an empty tensor stays empty. The result is finite.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Sanitize())).attach(layer):
+    ...     layer(torch.tensor([3.0, torch.inf])).backward()
+    >>> layer.weight.grad  # 3, inf without the surgery
+    tensor([[3., 0.]])
     """
 
     on_nonfinite: Literal["zero", "clamp", "drop"] = "zero"

@@ -14,11 +14,12 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 @validated
 class ScaleByRMS(Transform):
-    """g / (sqrt(v) + eps), v the running mean of the squares: v <- decay * v + (1 - decay) * g^2.
+    """Divide the gradient by the running root mean square of each entry: g / (sqrt(v) + eps).
 
-    `debias` divides v by 1 - decay^n at the n-th gradient. The second moment of RMSprop (Tieleman
-    and Hinton 2012), or with `debias` of Adam (Kingma and Ba, ICLR 2015, arXiv 1412.6980), before
-    any other optimizer. optax's `scale_by_rms`.
+    Here v is the running mean of the squares: v <- decay * v + (1 - decay) * g^2. `debias` divides
+    v by 1 - decay^n at the n-th gradient. RMSprop has this second moment (Tieleman and Hinton
+    2012), and Adam has it with `debias` (Kingma and Ba, ICLR 2015, arXiv 1412.6980). Here any
+    optimizer may follow. optax has it as `scale_by_rms`.
 
     v is the state of a site, initially zero, in float32 or wider. Any shape; zero stays zero, an
     empty tensor empty. A NaN stays in v, and an infinity too: put `Sanitize` before it.

@@ -16,16 +16,26 @@ from gradsurg.transforms.base import Need, Stateless, TransformContext, Transfor
 class ScaleBySign(Stateless):
     """Multiply by `positive` where the sign is positive and by `negative` where it is negative.
 
-    `of` selects the sign of the gradient, or of the value whose gradient it is. With `per=entry`
-    each entry has its own sign. With `tensor`, `unit` or a pattern a group is positive if all its
-    entries are >= 0 and one is > 0. It is negative if all are <= 0 and one is < 0. Other groups are
-    not changed.
+    Args:
+
+    - `of`: the sign of the gradient (`grad`), or of the `value` whose gradient it is.
+    - `per`: with `entry` each entry has its own sign, otherwise each group has one.
+
+    A group is positive if all its entries are >= 0 and one is > 0. It is negative if all are <= 0
+    and one is < 0. Other groups are not changed.
+
+    With (1, 0) at ReLU nodes it is the DeconvNet rule (Zeiler and Fergus, ECCV 2014); with the
+    ReLU's own mask, guided backpropagation (Springenberg et al., 2015, arXiv 1412.6806). The
+    `scale_by_sign` of optax is `Sign` here.
 
     Any shape. Where the sign is zero or NaN the gradient is not changed, so that NaN stays NaN. A
-    factor of 0 also removes infinities. An empty tensor stays empty. With (1, 0) at ReLU nodes it
-    is the DeconvNet rule (Zeiler and Fergus, ECCV 2014); with the ReLU's own mask, guided
-    backpropagation (Springenberg et al., 2015, arXiv 1412.6806). The `scale_by_sign` of optax is
-    `Sign` here.
+    factor of 0 also removes infinities. An empty tensor stays empty.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.ScaleBySign(negative=0.1))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 3, -4 without the surgery
+    tensor([[ 3.0000, -0.4000]])
     """
 
     positive: float = 1.0

@@ -22,8 +22,8 @@ from gradsurg.transforms.scale import Scale
 class Scheduled(Wrapper):
     """Blend a transform T into the gradient: g + s * (T(g) - g), with strength s at this step.
 
-    T is the field `of`. The strength is s = start + (stop - start) * c(x), where
-    x = (step - begin) / steps is clamped to [0, 1], c(0) = 0 and c(1) = 1. In between:
+    T is the field `of`. The strength is s = start + (stop - start) * c(x), where x = (step - begin)
+    / steps is clamped to [0, 1], c(0) = 0 and c(1) = 1. In between:
 
     | `curve` | c(x) |
     |---|---|
@@ -31,9 +31,10 @@ class Scheduled(Wrapper):
     | `cosine` | (1 - cos(pi x)) / 2 |
     | `saturating` | 2 / (1 + exp(-10 x)) - 1, of Ganin and Lempitsky, ICML 2015 (arXiv 1409.7495) |
 
-    Any shape. Zeros, NaN, infinities and empty tensors are treated as by T. At s = 0 the gradient
-    itself and at s = 1 the result T(g) is returned, bit for bit. s may lie outside [0, 1]. T is
-    called at every step, so that its state advances also while s = 0.
+    At s = 0 the gradient itself and at s = 1 the result T(g) is returned, bit for bit. s may lie
+    outside [0, 1]. T is called at every step, so that its state advances also while s = 0.
+
+    Any shape. Zeros, NaN, infinities and empty tensors are treated as by T.
     """
 
     of: AnyTransform = Scale(0.0)

@@ -15,12 +15,18 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class Sign(Stateless):
     """Replace every entry by its sign: sign(g), or sign(g) * mean(abs(g)) with `scale=mean`.
 
-    The mean is over the tensor, or over each group selected by `per`.
+    The mean is over the tensor, or over each group selected by `per`. signSGD of Bernstein et al.,
+    ICML 2018 (arXiv 1802.04434); with `scale=mean` the scaled sign of Karimireddy et al., ICML 2019
+    (arXiv 1901.09847). optax has it as `scale_by_sign`.
 
     Any shape. Zero stays zero and NaN stays NaN (0 in `torch.sign`). An infinity becomes ±1; with
     `scale=mean` it makes its group infinite, and NaN at zeros. An empty tensor stays empty.
-    signSGD of Bernstein et al., ICML 2018 (arXiv 1802.04434); with `scale=mean` the scaled sign of
-    Karimireddy et al., ICML 2019 (arXiv 1901.09847). optax has it as `scale_by_sign`.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> with gs.Surgery(gs.Intervention(gs.Sign("mean"))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad  # 3, -4 without the surgery
+    tensor([[ 3.5000, -3.5000]])
     """
 
     scale: Literal["none", "mean"] = "none"

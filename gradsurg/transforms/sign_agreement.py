@@ -17,10 +17,10 @@ class SignAgreement(Transform):
     """Keep entries of the sum of a step's gradients where abs(mean of their signs) >= threshold.
 
     For gradient accumulation, at `Parameters`: after the n-th backward pass of a step, `.grad` is
-    the masked sum G_n of the n gradients so far. Each result is therefore a difference,
-    G_n - G_{n-1}, and a single gradient is not changed. `rescale` divides G_n by the fraction of
-    entries kept. AND-mask of Parascandolo et al., ICLR 2021 (arXiv 2009.00329), with the
-    micro-batches as environments; `rescale` is in their code.
+    the masked sum G_n of the n gradients so far. Each result is therefore a difference, G_n -
+    G_{n-1}, and a single gradient is not changed. `rescale` divides G_n by the fraction of entries
+    kept. AND-mask of Parascandolo et al., ICLR 2021 (arXiv 2009.00329), with the micro-batches as
+    environments; `rescale` is in their code.
 
     Any shape; an empty tensor stays empty. A zero entry has the sign 0, which agrees with none. A
     NaN or an infinity makes its entry NaN or infinite for the rest of the step.

@@ -22,18 +22,19 @@ from gradsurg.transforms.base import (
 class SkipUpdate(GroupTransform):
     """Skip the step of the optimizer if an entry is NaN or infinite, or if the norm > max_norm.
 
-    The norm is the joint 2-norm N of all gradients of the group; without `max_norm` only
-    non-finite entries count. In a skipped step the optimizer finds no gradient: weights, momentum,
-    weight decay and its step counts stay, which a zero gradient would change. The gradients
-    themselves are unchanged, and are in `.grad` again after the step. As optax's `apply_if_finite`
-    and `skip_large_updates`; `max_grad_norm` with `skip_update_on_spike` in ZClip (arXiv
-    2504.02507).
+    The norm is the joint 2-norm N of all gradients of the group; without `max_norm` only non-finite
+    entries count. In a skipped step the optimizer finds no gradient. Weights, momentum, weight
+    decay and its step counts stay, which a zero gradient would change. The gradients themselves are
+    unchanged, and are in `.grad` again after the step.
 
-    No parameter of the optimizer is updated, also none that the site does not select. The surgery
-    and a learning-rate scheduler count the step. Later links of a chain do not act in it, nor later
-    interventions at stage `step`; earlier ones have acted. One value is copied to the host in each
-    step. A `GradScaler` skips steps with non-finite gradients itself and lowers its scale; those
-    do not reach the transform. LBFGS, which steps without gradients, is refused.
+    No parameter of the optimizer is updated, not even parameters that the site does not select. The
+    surgery and a learning-rate scheduler count the step. Later links of a chain do not act in it,
+    nor later interventions at stage `step`; earlier ones have acted. One value is copied to the
+    host in each step. A `GradScaler` skips steps with non-finite gradients itself and lowers its
+    scale; these steps do not reach the transform. LBFGS, which steps without gradients, is refused.
+
+    As optax's `apply_if_finite` and `skip_large_updates`; `max_grad_norm` with
+    `skip_update_on_spike` in ZClip (arXiv 2504.02507).
 
     Any shapes and dtypes; zero gradients and empty tensors do not skip. N² that overflows in
     float32 is infinite, and larger than `max_norm`. State: the number of skipped steps.

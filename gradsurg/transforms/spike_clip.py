@@ -17,12 +17,12 @@ class SpikeClip(Transform):
     """Replace entries with g^2 > threshold * v by sign(g) sqrt(threshold * v), v their mean square.
 
     v <- decay v + (1 - decay) g^2, with g after clipping, from zero and without correction. It is
-    the state of a site, in float32 or wider, and not Adam's own. The first `warmup` gradients are
-    not clipped. SPAM of Huang et al., ICLR 2025 (arXiv 2501.06842), without its resets
-    of Adam's moments.
+    not Adam's own second moment. The first `warmup` gradients are not clipped. SPAM of Huang et
+    al., ICLR 2025 (arXiv 2501.06842), without its resets of Adam's moments.
 
-    Any shape. Zero stays zero, an empty tensor stays empty, NaN stays NaN and an infinity becomes
-    the bound; in the warm-up it stays. Neither changes v.
+    v is the state of a site, in float32 or wider. Any shape. Zero stays zero, an empty tensor stays
+    empty, NaN stays NaN and an infinity becomes the bound; in the warm-up it stays. Neither changes
+    v.
     """
 
     threshold: Annotated[float, Field(gt=0)] = 5000.0

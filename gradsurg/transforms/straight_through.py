@@ -16,10 +16,10 @@ class StraightThrough(Stateless):
     """Replace the gradient g that leaves a node by e, the gradient that enters it.
 
     The straight-through estimator of Bengio et al. 2013 (arXiv 1308.3432) at any operation that
-    keeps the shape, and at ReLUs the linear backpropagation of Guo, Li, Chen, NeurIPS 2020
-    (arXiv 2012.03528). `Nodes` with `side=leave` only. With `rescale` the result for each example,
-    along the first axis, has the 2-norm of g: e |g| / |e|. The authors rescale in the same way, but
-    once for a whole residual branch.
+    keeps the shape, and at ReLUs the linear backpropagation of Guo, Li, Chen, NeurIPS 2020 (arXiv
+    2012.03528). `Nodes` with `side=leave` only. With `rescale` the result for each example, along
+    the first axis, has the 2-norm of g: e |g| / |e|. The authors rescale in the same way, but once
+    for a whole residual branch.
 
     Any shape. The result is zero where e is zero, and with `rescale` also where g is zero. NaN and
     infinities of e are passed on; with `rescale` a NaN makes the example NaN. An empty tensor stays

@@ -17,25 +17,25 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class SurrogateGradient(Stateless):
     """Multiply the gradient by a window of the value x: g * f(k (x - center)), k the slope.
 
-    Straight-through estimator of Bengio et al. 2013 (arXiv 1308.3432) with a window; the review of
-    surrogate gradients is Neftci et al. 2019 (arXiv 1901.09948).
-
     | `window` | factor, with u = x - center | source |
     |---|---|---|
-    | `rectangle` | 1 where abs(k u) <= 1, else 0 | Hubara et al., NeurIPS 2016 (arXiv 1602.02830) |
+    | `rectangle` | 1 where abs(k u) <= 1, or 0 | Hubara et al., NeurIPS 2016 (arXiv 1602.02830) |
     | `triangle` | max(0, 1 - k abs(u)) | Esser et al., PNAS 2016 (arXiv 1603.08270) |
     | `sigmoid` | k s (1 - s), s = sigmoid(k u) | Zenke and Ganguli 2018 (arXiv 1705.11146) |
     | `fast_sigmoid` | 1 / (1 + k abs(u))^2 | the same |
     | `arctan` | k / 2 / (1 + (pi k u / 2)^2) | Fang et al., ICCV 2021 (arXiv 2007.05785) |
     | `softplus` | sigmoid(k u) | Dombrowski et al., NeurIPS 2019 (arXiv 1906.07983) |
 
+    Straight-through estimator of Bengio et al. 2013 (arXiv 1308.3432) with a window; the review of
+    surrogate gradients is Neftci et al. 2019 (arXiv 1901.09948).
+
+    Use it at a module whose backward passes the gradient through, such as `x + (x.sign() -
+    x).detach()`. At its `Inputs`, x is the input. A module with a zero derivative, such as
+    `torch.sign`, leaves nothing to multiply.
+
     `softplus` is the derivative of softplus_k, as zennit's ReLUBetaSmooth. At the `Inputs` of a
     ReLU it needs another intervention, `StraightThrough` at `Nodes("Relu", side="leave")`, because
     the ReLU has set the gradient of negative inputs to zero.
-
-    For a module whose backward passes the gradient through, such as `x + (x.sign() - x).detach()`:
-    at its `Inputs`, x is the input. A module with a zero derivative, such as `torch.sign`, leaves
-    nothing to multiply.
 
     Any shape; an empty tensor stays empty and zero stays zero. A NaN in g or x makes the entry NaN.
     An infinity in g becomes NaN where the factor is 0, for example outside of a rectangle.

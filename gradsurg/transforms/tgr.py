@@ -14,12 +14,11 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class TGR(Stateless):
     """Multiply by `factor`, and zero the largest and the smallest entry of each channel.
 
-    The gradient has the shape (..., tokens, channels): of all tokens of one example, the one with
-    the largest and the one with the smallest gradient in a channel are zero in this channel. Token
-    gradient regularization of Zhang et al., CVPR 2023 (arXiv 2303.15754), for the inputs of the
-    MLPs (factor 0.5) and of the layers of queries, keys and values (0.75) of a vision transformer.
-    The authors take the tokens of the first example for a whole batch, here each example has its
-    own tokens.
+    The gradient has the shape (..., tokens, channels). In each channel the tokens of one example
+    with the largest and the smallest gradient become zero. Token gradient regularization of Zhang
+    et al., CVPR 2023 (arXiv 2303.15754), for the inputs of the MLPs (factor 0.5) and of the layers
+    of queries, keys and values (0.75) of a vision transformer. The authors take the tokens of the
+    first example for a whole batch, here each example has its own tokens.
 
     Any shape; a vector has one channel, a scalar one token. Of equal extremes the first is zeroed.
     A channel with a NaN keeps it, and an extreme. An infinity is an extreme. An empty tensor stays

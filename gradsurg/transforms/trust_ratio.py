@@ -16,14 +16,15 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class TrustRatio(Stateless):
     """Scale the gradient g of the value w: g * coefficient * |w| / (|g| + eps), in 2-norms.
 
-    The norms are of the tensor, or of each group selected by `per`; where one of them is zero g is
-    not changed. This is optax's `scale_by_trust_ratio`. With `AddDecayed` before it, g + b w takes
-    the place of g (`optax.lars`). LARS of You, Gitman, Ginsburg 2017 (arXiv 1708.03888) divides g +
-    b w by |g| + b |w| instead, so that its steps are shorter. LAMB has the coefficient 1 and Adam's
-    update for g. Requires the value w.
+    The norms are of the tensor, or of each group selected by `per`. Requires the value w.
 
-    Any shape; zero stays zero, an empty tensor empty. A NaN in g or w makes its group NaN; an
-    infinity in g becomes NaN and the rest of its group zero.
+    This is optax's `scale_by_trust_ratio`. With `AddDecayed` before it, g + b w takes the place of
+    g (`optax.lars`). LARS of You, Gitman, Ginsburg 2017 (arXiv 1708.03888) divides g + b w by |g| +
+    b |w| instead, so that its steps are shorter. LAMB has the coefficient 1 and Adam's update for
+    g.
+
+    Any shape; zero stays zero, an empty tensor empty. Where |w| is zero g is not changed. A NaN in
+    g or w makes its group NaN; an infinity in g becomes NaN and the rest of its group zero.
     """
 
     coefficient: Annotated[float, Field(gt=0)] = 1e-3

@@ -11,8 +11,16 @@ from gradsurg.transforms.base import Stateless, TransformContext
 class Zero(Stateless):
     """Replace the gradient by zeros, also where it is NaN or infinite.
 
-    Any shape; an empty tensor stays empty. At a parameter it freezes the parameter, except for
-    momentum and weight decay of the optimizer; at an activation it stops the gradient there.
+    At a parameter it freezes the parameter, except for momentum and weight decay of the optimizer.
+    At an activation it stops the gradient there.
+
+    Any shape; an empty tensor stays empty.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Parameters("weight"))).attach(layer):
+    ...     layer(torch.tensor([3.0, -4.0])).backward()
+    >>> layer.weight.grad, layer.bias.grad
+    (tensor([[0., 0.]]), tensor([1.]))
     """
 
     tags = frozenset(

@@ -238,7 +238,7 @@ class TensorTrigger(Trigger):
 
     @abstractmethod
     def observe(self, tensor: Tensor) -> object:
-        """Return what to keep of a tensor, as its shape or a measurement; runs under `no_grad`.
+        """Return the shape or a measurement of a tensor, to be kept; runs under `no_grad`.
 
         Leave measurements on the device.
         """

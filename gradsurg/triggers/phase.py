@@ -13,7 +13,7 @@ class Phase(Trigger):
     """Fire in one phase of a run.
 
     `warm_up` is the number of steps of the first phase. `fine_tune` is the first step of the last
-    phase, None if there is none. The phase `train` lies between them.
+    phase; with None no such phase begins. The phase `train` lies between them.
     """
 
     phase: Literal["warm_up", "train", "fine_tune"]

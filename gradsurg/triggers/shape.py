@@ -11,9 +11,9 @@ from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 
 @validated
 class Shape(TensorTrigger):
-    """Fire when above < size < below, where size is that of dimension `dim` of the source.
+    """Fire when above < size < below, with the size of dimension `dim` of the source.
 
-    By default the number of examples in the batch. At least one bound is required. Raises
+    By default this is the number of examples in the batch. At least one bound is required. Raises
     ValueError at a tensor without dimension `dim`.
     """
 

@@ -15,7 +15,7 @@ from gradsurg.triggers.base import Source, TensorTrigger, TriggerContext
 class Threshold(TensorTrigger):
     """Fire when a measurement m(x) of the source x is > `above`.
 
-    | measure | m(x) |
+    | `measure` | m(x) |
     |---|---|
     | `mean_abs` | mean of abs(x) |
     | `norm` | L2 norm of x |
@@ -25,9 +25,10 @@ class Threshold(TensorTrigger):
     | `nan` | fraction of entries that are NaN |
 
     With `release` the trigger has hysteresis: after it fired at a site it fires there until
-    m(x) < release. Does not fire, and is released, if m(x) is NaN. m(x) is 0 for an empty tensor.
-    Half-precision tensors are measured in float32. Evaluated on the device, without a
-    synchronization.
+    m(x) < release. Evaluated on the device, without a synchronization.
+
+    Does not fire, and is released, if m(x) is NaN. m(x) is 0 for an empty tensor. Half-precision
+    tensors are measured in float32.
     """
 
     above: Annotated[float, Field(ge=0)]

@@ -1,24 +1,27 @@
 """Measure what gradsurg costs: python -m scripts.bench [WHAT] [--rounds N] [--only NAME ..]
 
-training    a step with and without surgery (the default)
-size        an optimizer step at the size of a language model: time and memory
-sites       each kind of site beside a hook written by hand
-nodes       finding autograd nodes in a 12-block transformer
-kernel      the sums of effects beside torch.clamp
-compiled    compiled models beside hooks by hand
-examples    gradients of single examples
-multitask   aggregators beside those of TorchJD
-backward    live.backward with two losses beside a plain backward pass
-engines     a step of eight tasks beside a plain step
-telemetry   measurements of gradient conflicts
-runner      the command beside a plain training loop
-report      the report of 200 runs of 1000 steps
+training     a step with and without surgery (the default)
+size         an optimizer step at the size of a language model: time and memory
+sites        each kind of site beside a hook written by hand
+nodes        finding autograd nodes in a 12-block transformer
+reading      reading the effects of a step
+attribution  guided backpropagation and LRP beside a plain gradient
+kernel       the sums of effects beside torch.clamp
+compiled     compiled models beside hooks by hand
+examples     gradients of single examples
+multitask    aggregators beside those of TorchJD
+backward     live.backward with two losses beside a plain backward pass
+engines      a step of eight tasks beside a plain step
+telemetry    measurements of gradient conflicts
+runner       the command beside a plain training loop
+report       the report of 200 runs of 1000 steps
 """
 
 import argparse
 from collections.abc import Callable
 
 from scripts.bench import (
+    attribution,
     backward,
     compiled,
     engines,
@@ -26,6 +29,7 @@ from scripts.bench import (
     kernel,
     multitask,
     nodes,
+    reading,
     report,
     runner,
     sites,
@@ -35,10 +39,12 @@ from scripts.bench import (
 )
 
 TABLES: dict[str, tuple[int, Callable[[argparse.Namespace], str]]] = {
-    "training": (60, lambda args: training.table(args.rounds, args.threads)),
+    "training": (60, lambda args: training.table(args.rounds, args.threads, args.only)),
     "size": (9, lambda args: size.table(args.rounds, args.only)),
     "sites": (60, lambda args: sites.table(args.rounds, args.only)),
     "nodes": (60, lambda args: nodes.table(args.rounds, args.only)),
+    "reading": (200, lambda args: reading.table(args.rounds)),
+    "attribution": (60, lambda args: attribution.table(args.rounds)),
     "kernel": (60, lambda args: kernel.table(args.rounds)),
     "compiled": (60, lambda args: compiled.table(args.rounds)),
     "examples": (60, lambda args: examples.table(args.rounds)),

@@ -1,94 +1,100 @@
 """Benchmark training with and without surgery: ratios of step times, measured alternately.
 
-python -m scripts.bench training [--rounds 60] [--threads 1 2]
+python -m scripts.bench training [--rounds 60] [--threads 1 2] [--only mlp]
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
-from time import process_time
 
 import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
-from scripts.bench.turns import Arm, in_turns, ratio
+from gradsurg.sites.places import Selector
+from scripts.bench.models import convnet, mlp, transformer
+from scripts.bench.sites import BOUND, clamp, on_node, on_output
+from scripts.bench.turns import Arm, beginning, cpu_seconds, in_turns, ratio
 
-BOUND = 0.001
-STEPS = 10  # steps timed together: one of them is sampled in arm e
-
-
-def mlp() -> tuple[nn.Module, Tensor]:
-    """Return an MLP of twenty linear layers, with forty parameters."""
-    layers = [layer for _ in range(19) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 10)), torch.randn(64, 64)
-
-
-def convnet() -> tuple[nn.Module, Tensor]:
-    layers = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Flatten(), nn.Linear(64 * 6 * 6, 128), nn.ReLU(), nn.Linear(128, 10)]
-    return nn.Sequential(*layers), torch.randn(32, 3, 16, 16)
-
-
-class Classified(Arm):
-    """Trains by cross entropy with random labels."""
-
-    def __init__(self, make: Callable[[], tuple[nn.Module, Tensor]], stack: ExitStack) -> None:
-        super().__init__(make, stack)
-        self.targets = torch.randint(10, (len(self.inputs),))
-
-    def loss(self) -> Tensor:
-        return nn.functional.cross_entropy(self.call(self.inputs), self.targets)
-
-    def hand_written(self) -> None:
-        for param in self.model.parameters():
-            param.register_hook(lambda grad: grad.clamp(-BOUND, BOUND))
-
-    def torch_clip(self) -> None:
-        params = list(self.model.parameters())
-        self.before_step = lambda: nn.utils.clip_grad_norm_(params, 1.0)
-
-    def seconds(self) -> float:
-        began = process_time()
-        for _ in range(STEPS):
-            self.step()
-        return (process_time() - began) / STEPS
-
-
-ARMS: dict[str, Callable[[Classified], object]] = {
-    "a plain": lambda arm: None,
-    "b hand-written clamp": Classified.hand_written,
-    "c clamp, no effects": partial(Classified.attach, transform=gs.Clip(BOUND)),
-    "d clamp, effects every step": partial(Classified.attach, transform=gs.Clip(BOUND), every=1),
-    "e clamp, effects every 10": partial(Classified.attach, transform=gs.Clip(BOUND), every=10),
-    "f torch clip_grad_norm_": Classified.torch_clip,
-    "g ClipGlobalNorm": partial(Classified.attach, transform=gs.ClipGlobalNorm(1.0)),
+STEPS = 10  # steps timed together: one of them is measured in the arm `tenth`
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "mlp": mlp,
+    "convnet": convnet,
+    "transformer": transformer,
 }
-RATIOS = {"c/b": 1.05, "d/c": 1.15, "e/c": 1.10, "g/f": 1.0}
 
 
-def measure(make: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> dict[str, list[float]]:
+def clamp_parameters(arm: Arm) -> None:
+    for param in arm.model.parameters():
+        param.register_hook(clamp)
+
+
+def clamp_relus(arm: Arm, hook: Callable[[nn.Module], object]) -> None:
+    for module in arm.model.modules():
+        if isinstance(module, nn.ReLU):
+            hook(module)
+
+
+SITES: dict[str, tuple[Callable[[], Selector], Callable[[Arm], None]]] = {
+    "parameters": (gs.Parameters, clamp_parameters),
+    "ReLU outputs": (lambda: gs.Outputs(types="ReLU"), partial(clamp_relus, hook=on_output)),
+    "ReLU nodes": (lambda: gs.Nodes("Relu"), partial(clamp_relus, hook=on_node)),
+}
+
+
+def torch_clip(arm: Arm) -> None:
+    params = list(arm.model.parameters())
+    arm.before_step = lambda: nn.utils.clip_grad_norm_(params, 1.0)
+
+
+def arms_at(site: str) -> dict[str, Callable[[Arm], object]]:
+    """Return what each arm does to a model before it is trained."""
+    at, by_hand = SITES[site]
+    arms: dict[str, Callable[[Arm], object]] = {
+        "plain": lambda arm: None,
+        "hand": by_hand,
+        "clip": lambda arm: arm.attach(gs.Clip(BOUND), at()),
+        "tenth": lambda arm: arm.attach(gs.Clip(BOUND), at(), every=10),
+        "every": lambda arm: arm.attach(gs.Clip(BOUND), at(), every=1),
+    }
+    if site == "parameters":
+        arms |= {"torch": torch_clip, "global": lambda arm: arm.attach(gs.ClipGlobalNorm(1.0))}
+    return arms
+
+
+ARMS = """plain
+hand    hooks by hand that clamp
+clip    gradsurg's Clip, without effects
+tenth   the same, with effects at every tenth step
+every   the same, with effects at every step
+torch   clip_grad_norm_
+global  gradsurg's ClipGlobalNorm"""
+RATIOS = ("hand/plain", "clip/hand", "tenth/clip", "every/clip", "every/plain", "global/torch")
+
+
+def measure(model: str, site: str, rounds: int) -> dict[str, list[float]]:
     """Return the seconds a step of each arm, one number a round."""
     with ExitStack() as stack:
-        arms = {name: Classified(make, stack) for name in ARMS}
-        for name, arm in arms.items():
-            ARMS[name](arm)
-        return in_turns({name[0]: arm.seconds for name, arm in arms.items()}, rounds)
+        arms = {name: Arm(MODELS[model], stack) for name in arms_at(site)}
+        for name, change in arms_at(site).items():
+            change(arms[name])
+        timed = {name: cpu_seconds(arm.step, STEPS) for name, arm in arms.items()}
+        return in_turns(timed, rounds)
 
 
-def table(rounds: int, threads: list[int]) -> str:
-    """Return one line for each model and number of threads."""
-    head = ["model", "threads", "a plain, ms", "b/a", *[f"{k} <= {v:g}" for k, v in RATIOS.items()]]
-    lines = []
-    for make in (mlp, convnet):
-        for count in threads:
-            torch.set_num_threads(count)
-            times = measure(make, rounds)
-            row = [make.__name__, str(count), f"{1000 * median(times['a']):.2f}"]
-            row += [ratio(*(times[key] for key in name.split("/"))) for name in ("b/a", *RATIOS)]
-            lines.append(row)
-    arms = "; ".join(ARMS)
+def table(rounds: int, threads: list[int], only: list[str]) -> str:
+    """Return one line for each model, kind of site and number of threads."""
+    lines = [["model", "sites", "threads", "plain, ms", *RATIOS]]
+    for model in beginning(MODELS, only):
+        for site in SITES:
+            for count in threads:
+                torch.set_num_threads(count)
+                times = measure(model, site, rounds)
+                row = [model, site, str(count), f"{1000 * median(times['plain']):.2f}"]
+                for over, under in (name.split("/") for name in RATIOS):
+                    row.append(ratio(times[over], times[under]) if over in times else "-")
+                lines.append(row)
     note = f"ratios of medians (of minima in brackets), from {rounds} alternating rounds"
-    return f"{arms}\n{note}\n{aligned([head, *lines])}"
+    return f"{ARMS}\n{note}\n{aligned(lines)}"

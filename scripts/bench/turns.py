@@ -89,9 +89,12 @@ class Arm:
     def loss(self) -> Tensor:
         return self.call(self.inputs).square().mean()
 
+    def next_batch(self) -> None:
+        self.inputs = next(self._batches)
+
     def step(self) -> None:
         """Train on the next of a few batches."""
-        self.inputs = next(self._batches)
+        self.next_batch()
         self.optimizer.zero_grad()
         self.loss().backward()
         self.before_step()

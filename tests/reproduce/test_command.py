@@ -366,12 +366,14 @@ def test_the_tables_of_every_experiment_are_those_of_its_record(paper: str) -> N
     record = read_record(folder)
     if record is None:
         pytest.skip("not measured")
-    assert tables(expected, record) in (folder / "README.md").read_text(encoding="utf-8")
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert tables(expected, record) in text
     index = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
     for verdict in recorded(expected, record):
         start = f"| [`{paper}`]({paper}/README.md) {verdict.name} |"
         (row,) = [line for line in index.splitlines() if line.startswith(start)]
         assert f"| **{verdict.result}**" in row
+        assert f"`{verdict.name}`: **{verdict.result}**." in text.partition("**Setup.**")[0]
 
 
 @pytest.mark.slow
