@@ -194,7 +194,7 @@ def applied(transform: Transform, grad: Tensor, **context: Any) -> Tensor:  # An
 
 
 def over_steps(transform: Transform, grads: Tensor) -> Tensor:
-    """Return the results of a sequence of gradients, which SGD takes as they are."""
+    """Return the results of a sequence of gradients, which are also the updates of plain SGD."""
     state, results = transform.init(grads[0]), []
     for step, grad in enumerate(grads):
         context = TransformContext("a", step=step, gradient=grad)
@@ -221,7 +221,7 @@ def draw_graph(axes: "Axes", transform: Transform) -> None:
 
 
 def draw_factor(axes: "Axes", transform: Transform) -> None:
-    """Draw the factor of a gradient as a function of the value, and the step of which it is."""
+    """Draw the factor of a gradient over the value, and the step function that it smooths."""
     x = torch.linspace(-2.5, 2.5, 801)
     lines(axes, x, (x > 0).float(), applied(transform, torch.ones(801), value=x), "value", "factor")
 
@@ -402,7 +402,7 @@ def draw_robust(axes: "Axes", aggregator: Aggregator) -> None:
 
 
 def draw_examples(axes: "Axes", transform: Transform) -> None:
-    """Draw the gradients of seven examples and their result; dots: other random numbers."""
+    """Draw the gradients of seven examples and their result; dots: with other random numbers."""
     rows, results = seven(), []
     for seed in range(1 if "deterministic" in transform.properties else 100):
         model = torch.nn.Linear(2, 1, bias=False)

@@ -2,7 +2,7 @@
 
 `python scripts/lower_bounds.py` needs uv (`pip install uv`), which makes an environment in which
 every direct dependency has its lowest version. It takes minutes, and gigabytes of torch where there
-is only a build for CUDA. Words are passed on to `uv run`: `--with torch==2.13.0` takes another one.
+is only a build for CUDA. Options are passed on to `uv run`: `--with torch==2.13.0`.
 """
 
 import subprocess

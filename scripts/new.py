@@ -25,6 +25,7 @@ from pathlib import Path
 from string import Template
 from time import monotonic
 
+from gradsurg.experiment import catalogue
 from gradsurg.plugins.registry import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -258,15 +259,15 @@ def properties(kind: Kind, name: str) -> str:
 
 def picture(kind: Kind, name: str) -> str:
     """Draw the picture of the gallery if it is older than the class, its yaml or the gallery."""
-    from docs import draw_gallery as gallery
+    from docs import draw_gallery
 
-    entry = next(one for one in gallery.catalogue.list(GROUPS[kind.folder]) if one.name == name)
-    drawn = gallery.picture(entry)
+    entry = next(one for one in catalogue.list(GROUPS[kind.folder]) if one.name == name)
+    drawn = draw_gallery.picture(entry)
     sources = [ROOT / source for source in (*kind.files(name)[:2], "docs/draw_gallery.py")]
     newest = max(source.stat().st_mtime for source in sources if source.exists())
     if drawn.exists() and drawn.stat().st_mtime >= newest:
         return "ok"
-    return changed(gallery.store(entry))
+    return changed(draw_gallery.store(entry))
 
 
 def tests(kind: Kind, name: str) -> str:

@@ -126,28 +126,33 @@ def lines(record: Record, name: str) -> list[dict[str, object]]:
 
 
 def untimed(numbers: Mapping[str, object]) -> dict[str, object]:
-    return {
-        key: value
-        for key, value in numbers.items()
-        if not key.startswith("time/") and key not in TIMES
-    }
+    return {key: value for key, value in numbers.items() if not key.startswith("time/")}
 
 
 def assert_same(found: Record, expected: Record) -> None:
     """Assert that two runs are bit-identical apart from times."""
     assert found.directory != expected.directory
-    for name in ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl"):
-        rows = [
-            [untimed(row) for row in RunDirectory(record.directory).read_rows(name)]
-            for record in (found, expected)
-        ]
-        assert rows[0] == rows[1]
+    assert bits(found.directory) == bits(expected.directory)
     assert untimed(found.summary) == untimed(expected.summary)
-    kept, whole = (
-        RunDirectory(record.directory).load_checkpoint() or {} for record in (found, expected)
-    )
-    assert all(isinstance(state[key], float) for state in (kept, whole) for key in TIMES)
-    assert flat(untimed(kept)) == flat(untimed(whole))
+
+
+def assert_same_studies(found: Path, expected: Path) -> None:
+    """Assert that the runs of two folders are bit-identical apart from times and notes."""
+    runs, others = (sorted(folder.rglob("summary.json")) for folder in (found, expected))
+    assert len(runs) == len(others) > 0
+    for one, other in zip(runs, others, strict=True):
+        assert one.parent.name.rpartition("-")[0] == other.parent.name.rpartition("-")[0]
+        assert bits(one.parent) == bits(other.parent)
+
+
+def bits(run: Path) -> dict[str, object]:
+    """Return what a run has logged and kept in a form that `==` compares."""
+    directory = RunDirectory(run)
+    names = ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl")
+    rows = {name: [untimed(row) for row in directory.read_rows(name)] for name in names}
+    summary = untimed(directory.read_summary())
+    numbers = {key: summary[key] for key in summary if not key.startswith(("hardware", "note"))}
+    return {**rows, "summary": numbers, "checkpoint": flat(directory.load_checkpoint())}
 
 
 def assert_resumes(make: Callable[[int], Run], out: Path, at: int) -> Record:
@@ -168,7 +173,7 @@ def flat(thing: object) -> object:
         case Tensor():
             return str(thing.dtype), thing.tolist()
         case dict():
-            return {key: flat(value) for key, value in thing.items()}
+            return {key: flat(value) for key, value in thing.items() if key not in TIMES}
         case list() | tuple():
             return [flat(value) for value in thing]
         case _:

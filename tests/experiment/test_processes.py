@@ -24,11 +24,10 @@ from gradsurg.experiment.loop import Batches
 from gradsurg.experiment.run import Run
 from gradsurg.models.mlp import MLP
 from gradsurg.tasks.digits import Digits
-from scripts.same_runs import differences
 from tests.builds import config
 from tests.forks import Ranks, forked, in_ranks
 from tests.loggers.offline import alone
-from tests.runs import ROOT, Listening
+from tests.runs import ROOT, Listening, assert_same_studies
 
 SHORT = ("steps=30", "log_every=10", "checkpoint_every=10", "control=none", "checkpoint_seconds=0")
 SHORT += ("check_ranks=5",)
@@ -325,4 +324,4 @@ def test_a_command_whose_process_is_killed_resumes_to_the_bits_of_another_on_two
     code, err = agents(tmp_path, ("--standalone", "--nproc_per_node=2"))
     assert code == 0, err
     assert "was interrupted, resumed from its checkpoint" in err
-    assert [*differences(whole, tmp_path / "runs")] == []
+    assert_same_studies(tmp_path / "runs", whole)

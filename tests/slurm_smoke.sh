@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A sweep under a real SLURM of one node: a job that is pre-empted ends as if it had not been.
-# Ends with 77 where it cannot be tried. What it installs stays, what it starts is stopped again.
+# A sweep without SLURM and under a real SLURM of one node, where one job is pre-empted; the runs are
+# in plain/ and swept/. Ends with 77 where it cannot be tried. What it installs stays.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$(command -v "${PYTHON:-python}")
@@ -15,21 +15,16 @@ command -v apt-get >/dev/null || cannot "needs Debian's packages"
 
 place=$(mktemp -d "${TMPDIR:-/tmp}/slurm_smoke.XXXXXX")
 chmod 755 "$place"
-daemons=()
-sweep=
 stop() {
   code=$?
   trap - EXIT
-  trap '' INT TERM
-  set +e
-  [ -z "$sweep" ] || kill "$sweep" 2>/dev/null
-  if timeout 5 scontrol ping; then
-    timeout 5 scancel --state=PENDING --user=root
+  {
     timeout 5 scancel --signal=KILL --full --user=root
-    for _ in {1..50}; do [ -z "$(timeout 5 squeue --noheader)" ] && break; sleep 0.2; done
-  fi >/dev/null 2>&1
-  for ((at = ${#daemons[@]} - 1; at >= 0; at--)); do kill "${daemons[at]}"; wait "${daemons[at]}"; done 2>/dev/null
-  if [ "$code" = 1 ]; then tail -n 5 "$place"/*.log >&2; fi
+    sleep 1
+    kill $(jobs -p)
+    wait
+  } >/dev/null 2>&1 || true
+  [ "$code" != 1 ] || tail -n 5 "$place"/*.log >&2
   rm -rf "$place"
   exit "$code"
 }
@@ -43,18 +38,13 @@ until_() { # until_ SECONDS SENTENCE COMMAND...: wait until the command ends wel
   fail "$sentence"
 }
 
-install() { # Debian would start the daemons at once, with a configuration of its own
-  local policy=/usr/sbin/policy-rc.d own=
-  [ -e $policy ] || { own=$policy; printf '#!/bin/sh\nexit 101\n' >$policy; chmod 755 $policy; }
+if ! command -v slurmctld slurmd munged >"$place/apt.log"; then
   { apt-get update && DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y --no-install-recommends slurm-wlm munge; } >"$place/apt.log" 2>&1 || code=$?
-  [ -z "$own" ] || rm -f "$own"
-  [ -z "${code:-}" ] || fail "apt-get could not install slurm-wlm and munge"
-}
-command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || install
+    apt-get install -y --no-install-recommends slurm-wlm munge; } >"$place/apt.log" 2>&1 ||
+    fail "apt-get could not install slurm-wlm and munge"
+fi
 
-# --- one node on the loopback, everything of it in $place; what is sent to this group of processes
-# leaves the daemons to `stop`, which needs them to end the jobs
+# --- one node on the loopback, everything of it in $place; Ctrl-C leaves the daemons to `stop`
 read -r control_port node_port < <("$python" -c '
 import socket
 found = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
@@ -93,27 +83,23 @@ NodeName=$host NodeAddr=127.0.0.1 CPUs=3 State=UNKNOWN
 PartitionName=smoke Nodes=ALL Default=YES State=UP
 CONF
 
-setsid setpriv --reuid=munge --regid=munge --clear-groups munged --foreground --key-file="$place/munge/key" --num-threads=2 \
-  --socket="$place/munge/socket" --pid-file="$place/munge/pid" \
+setsid setpriv --reuid=munge --regid=munge --clear-groups munged --foreground --num-threads=2 \
+  --key-file="$place/munge/key" --socket="$place/munge/socket" --pid-file="$place/munge/pid" \
   --seed-file="$place/munge/seed" --log-file="$place/munge/log" >"$place/munged.log" 2>&1 &
-daemons+=($!)
 until_ 30 "munged did not start" munge --no-input --socket="$place/munge/socket"
 setsid slurmctld -D >"$place/slurmctld.log" 2>&1 &
-daemons+=($!)
 until_ 30 "slurmctld did not start" scontrol ping
 setsid slurmd -D >"$place/slurmd.log" 2>&1 &
-daemons+=($!)
 idle() { [ "$(sinfo --noheader --format=%T)" = idle ]; }
 until_ 30 "the node did not come up" idle
 
 # --- the same sweep undisturbed and as a job array
 words=('transform=clip,[add_noise,clip],sign' model.dropout=0.2 seeds=1 steps=3000
   effects_every=2 log_every=50 checkpoint_every=200 study=smoke logger=none)
-cd "$place"
-"$python" -m gradsurg.run -m "${words[@]}" out=plain >plain.log 2>&1 ||
+"$python" -m gradsurg.run -m "${words[@]}" out=plain >"$place/plain.log" 2>&1 ||
   fail "the sweep failed without SLURM"
 "$python" -m gradsurg.run -m "${words[@]}" out=swept \
-  hydra/launcher=submitit_slurm hydra.launcher.cpus_per_task=1 >swept.log 2>&1 &
+  hydra/launcher=submitit_slurm hydra.launcher.cpus_per_task=1 >"$place/swept.log" 2>&1 &
 sweep=$!
 
 under_way() { compgen -G 'swept/smoke/add_noise+clip-*/checkpoint.pt'; }
@@ -124,11 +110,8 @@ scancel --signal=USR2 "${array}_1" || fail "the job could not be told to go"
   fail "the job had ended before it was pre-empted"
 
 wait "$sweep" || fail "the sweep ended with code $?"
-sweep=
 scontrol show job "${array}_1" | grep -q ' Restarts=1 ' || fail "the job was not requeued once"
 [ "$(scontrol --oneliner show job "$array" | grep -c 'JobState=COMPLETED')" = 3 ] ||
   fail "not all three jobs of the array were completed"
 grep -qr 'add_noise.*clip, seed 0: .*resumed from its checkpoint' swept/smoke/.sweep ||
   fail "the requeued job did not go on from a checkpoint"
-"$python" "$root/scripts/same_runs.py" plain/smoke swept/smoke
-echo "SLURM: 3 jobs in an array; one was pre-empted, requeued and went on from its checkpoint"
