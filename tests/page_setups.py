@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import gradsurg as gs
+
 Names = dict[str, Any]  # Any: what a page defines
 SETUPS: dict[str, Callable[[], Names]] = {}
 CHECKS: dict[tuple[str, int], Callable[[Names], None]] = {}
@@ -88,11 +90,21 @@ def _hooked(names: Names) -> None:
 def _hooks_of_gradsurg(names: Names) -> None:
     rows = {row["site"]: row for row in names["live"].effects.rows()}
     assert rows["0.weight"]["changed"] > 0.5
+    assert rows["2.weight"]["norm_after"] == rows["2.weight"]["norm_before"] / 2
     assert rows["1#0.input"]["norm_after"] == 2 * rows["1#0.input"]["norm_before"]
     optimizer = names["optimizer"]
     before = gradients(names)
     optimizer.step()
     assert before[0].abs().max() > 0.01  # the hooks are gone
+
+
+@setup("clip")
+def _with_a_convolution() -> Names:
+    torch.manual_seed(0)
+    layers = nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(24, 3))
+    first = [param.detach().clone() for param in model.parameters()]
+    return plain() | {"model": model, "first": first}
 
 
 @after("clip", 0)
@@ -102,6 +114,17 @@ def _clipped_once(names: Names) -> None:
     assert sum(row["norm_before"] ** 2 for row in rows) > 0.1**2
     assert abs(sum(row["norm_after"] ** 2 for row in rows) - 0.1**2) < 1e-5
     assert not any(is_unchanged(names, index) for index in range(4))
+    model, both, scaler = names["model"], (names["adamw"], names["muon"]), names["scaler"]
+    skip = gs.Intervention(gs.SkipUpdate(), at=gs.Parameters(stage="step"))
+    for skips in ([skip], []):
+        with gs.Surgery(*skips, *names["surgery"].interventions).attach(model, both, scaler=scaler):
+            scaler.scale(model(names["x"]).sum()).backward()
+            model[1].weight.grad.fill_(torch.nan)
+            for method in (scaler.unscale_, scaler.step):
+                for optimizer in both:
+                    method(optimizer)
+            scaler.update()
+        assert model[4].weight.isnan().any() == (skips == [])
 
 
 class _Net(nn.Module):
@@ -281,7 +304,8 @@ def _of_each_library() -> Names:
 
 def _norm(names: Names) -> float:
     grads = [p.grad for p in names["model"].parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads).item()
+    norm = torch.nn.utils.get_total_norm(grads)
+    return getattr(norm, "full_tensor", lambda: norm)().item()  # of a DTensor
 
 
 @after("migrate", 0)
@@ -322,7 +346,7 @@ def _seeded() -> Names:
 
 @after("nan", 1)
 def _repaired(names: Names) -> None:
-    assert names["first"].weight.grad.isnan().all()
+    assert names["model"][0].weight.grad.isnan().all()
     v = torch.tensor([0.0, 4.0], requires_grad=True)
     bad = torch.where(v > 0, v.sqrt(), 0)
     good = torch.where(v > 0, torch.where(v > 0, v, 1).sqrt(), 0)
@@ -579,19 +603,14 @@ def _sharded() -> Names:
     }
 
 
-def _joint_norm(names: Names) -> float:
-    grads: Any = [param.grad for param in names["model"].parameters()]  # DTensors
-    return torch.nn.utils.get_total_norm([grad.full_tensor() for grad in grads]).item()
-
-
 @after("fsdp2", 0)
 def _the_part_is_smaller_than_the_whole(names: Names) -> None:
     assert 0 < names["part"] < names["whole"]
-    assert _joint_norm(names) < 0.0501
+    assert _norm(names) < 0.0501
 
 
 @after("fsdp2", 1)
 def _the_whole_is_clipped(names: Names) -> None:
-    assert _joint_norm(names) < 0.0501
+    assert _norm(names) < 0.0501
     _step(names)
-    assert _joint_norm(names) > 0.0501
+    assert _norm(names) > 0.0501

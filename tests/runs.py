@@ -171,7 +171,8 @@ def flat(thing: object) -> object:
     """Return a checkpoint in a form that `==` compares bit by bit."""
     match thing:
         case Tensor():
-            return str(thing.dtype), thing.tolist()
+            raw = thing.detach().cpu().reshape(-1).view(torch.uint8)
+            return str(thing.dtype), tuple(thing.shape), raw.numpy().tobytes()
         case dict():
             return {key: flat(value) for key, value in thing.items() if key not in TIMES}
         case list() | tuple():

@@ -31,7 +31,8 @@ def blocks(stem: str) -> list[tuple[str, str | None]]:
 
 
 def stripped(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    text = text.rstrip().replace("\n    ", " ")  # a page continues a long line below it
+    return [line.rstrip() for line in text.splitlines()]
 
 
 def outcomes(stem: str) -> Iterator[str | None]:

@@ -38,9 +38,9 @@ class Attachment:
     An `Operation` is one intervention while it is attached; an aggregator has none. The kinds of
     site ask the `door` for the hook of each place.
 
-    PyTorch's hooks hold this object, which holds the model weakly: the handle of the user can be
-    dropped, and so can the model. The attachment, its door and its hooks refer to one another until
-    `close`.
+    PyTorch's hooks hold this object. It holds the model weakly and the user's handle not at all:
+    the finalizer of the handle closes it. The attachment, its door and its hooks refer to one
+    another until `close`.
 
     `rank` is the number of this process among `processes`, and 0 of 1 without torch.distributed.
     """
@@ -64,10 +64,10 @@ class Attachment:
     ) -> None:
         self._model: ref[nn.Module] | None = ref(model)  # None once the surgery is detached
         self.effects, self.clock = effects, clock or Clock()
-        # A link is one transform of a `Chain`, or the only one. Keys: `<label of a link>/<site>`;
-        # `<label of a link>/group` for a group transform; `<label of an operation>/<site>/when` for
-        # a trigger; `<label>/<name>` for what a kind or an aggregator keeps. The surgery has the
-        # same dict, which is therefore changed in place only.
+        # The surgery has the same dict, which is therefore changed in place only. Its keys:
+        # <label of a link, a transform of a `Chain` or the only one>/<site>, or /group for a group;
+        # <label of an operation>/<site>/when for a trigger;
+        # <label>/<name> for tensors that a kind or an aggregator keeps.
         self.states = {} if states is None else states
         self.seed, self.conflict_every, self.scaler = seed, conflict_every, scaler
         self.rank, self.processes = rank, processes
@@ -84,8 +84,9 @@ class Attachment:
         # `Pitfall`), their methods, for `tell`. Any: each has other arguments.
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
         self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}
-        self.before_tick: list[Callable[[], None]] = []  # called before a step is counted
-        # Called by the pitfall `StepHooks` after the first steps.
+        # For aggregators, which return no texts as pitfalls do: called before a step is counted,
+        # and by the pitfall `StepHooks` after the first steps.
+        self.before_tick: list[Callable[[], None]] = []
         self.at_first_steps: list[Callable[[], None]] = []
         self.forward_check = ExitStack()  # the removal of the hook of `expectations.check_places`
         self.door = AttachmentDoor(self)  # for the kinds of site
@@ -157,12 +158,12 @@ class Attachment:
         return "multi_task" in vars(self)  # where `cached_property` keeps its value
 
     def warn_unknown_scaler(self) -> None:
-        """Warn that a GradScaler is in use that the aggregators do not know."""
+        """Warn, for a pitfall, of a GradScaler that was found and the aggregators do not know."""
         if self.has_multi_task:
             self.multi_task.warn_unknown_scaler()
 
     def enter_unmet(self) -> None:
-        """Enter into the ledger the near names of all interventions at which no place was met."""
+        """Enter into the ledger the sites that were expected and have not come."""
         expectations.enter_unmet(self)
 
     def tell(self, moment: str, *found: object) -> None:
@@ -188,9 +189,9 @@ class Attachment:
         ]
 
     def add(self, *interventions: Intervention) -> None:
-        """Attach interventions: those with transforms all or none, aggregators only at the start.
+        """Attach interventions; if one fails, none of those with transforms stays attached.
 
-        After an error aggregators stay entered: `Surgery.start` then closes the whole attachment.
+        Aggregators are given by `Surgery.start` alone, which closes the attachment after an error.
         Raises LookupError, listing the names, if a selector picks nothing. If places are known in a
         forward only, the first forward raises it.
         """
@@ -203,7 +204,7 @@ class Attachment:
                 self.check(intervention, operations)
             labels.append(labels_of(intervention, labels))
             if combines:
-                # Before `_watch`: beside aggregators `traced` gives no hooks to compiled code.
+                # Before `_watch`: with an aggregator `door.traced` gives compiled code no hooks.
                 self.aggregators[labels[-1][0]] = intervention
                 aggregators.append(labels[-1][0])
                 continue
@@ -241,7 +242,7 @@ class Attachment:
             # States of triggers have the label of the operation, those of links their own.
             if key.partition("/")[0] in (operation.label, *operation.labels):
                 del self.states[key]
-        for entry in self.ledger.of(operation.label):  # `forget` keeps those that saw a gradient
+        for entry in self.ledger.of(operation.label):  # those that saw a gradient stay
             self.ledger.forget(operation.label, entry.site)
         self._drop_observations(operation.trigger)
 
@@ -259,7 +260,7 @@ class Attachment:
                 if key.endswith(WHEN):
                     del self.states[key]
         if intervention.operator != operation.intervention.operator:
-            # The key of a warning of `pitfalls/accumulation.py`: it may be true of the new one.
+            # The key of a warning of `pitfalls/accumulation.py`: the new transform may need it.
             self.warned.discard(f"{operation.label} acts on parts")
         operation.set(intervention)
         if intervention.when is not trigger:
@@ -300,10 +301,7 @@ class Attachment:
         clock = self.clock
         clock.step += 1
         clock.backwards = 0
-        clock.error, clock.batch = (
-            None,
-            {},
-        )  # the gradient of the output, and the batch, of the step
+        clock.error, clock.batch = None, {}  # of the step that has ended
         self.effects.begin(clock.step)
         self.tell("step_ended")
         # A function that was called above may have closed the surgery, and with it the operations.
@@ -313,7 +311,7 @@ class Attachment:
                 operation.examples.end_step()  # frees the gradients of single examples
 
     def load_states(self) -> None:
-        """Act by the states and the step that the surgery has loaded into `states` and `clock`."""
+        """Go on from the states and the step that the surgery has loaded into `states`, `clock`."""
         self.effects.begin(self.clock.step)
         for operation in self.operations:
             operation.invalidate()  # decisions and checks were of the old state
@@ -376,7 +374,7 @@ class Attachment:
                 self.clock.observations.pop(part, None)
 
     def _watch(self, operations: list[Operation]) -> None:
-        """Replace the hooks of `self.operations` by those of `operations`, which it becomes."""
+        """Set `self.operations`, and replace the hooks of the old ones by those of the new."""
         model = self.model
         for gone in {*self.operations} - {*operations}:
             gone.close()  # graphs built earlier keep calling its hooks: they must do nothing
@@ -394,7 +392,7 @@ class Attachment:
                         operation.observe(model)
             self.operations = operations
             self.door.watch(things)
-        # Last: the hooks that number calls must begin before all others and end after them.
+        # Last, which makes them outermost: the hooks that number calls must enclose all others.
         if self.door.shared.threads:
             self.door.shared.renew()
         expectations.check_places(self)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from gradsurg.core.site_hook import SiteHook
 
 WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
-"""Stages whose results others may write to, as optimizers to `.grad` and users to activations.
+"""Stages whose results others may write to: optimizers to `.grad`, users to activations.
 
-A tensor that a user's transform also keeps in its state must be cloned there."""
+At these, every result of a user's transform is cloned, since the transform may still hold it."""
 
 
 def check_dense(hook: "SiteHook", grad: Tensor) -> None:
@@ -36,7 +36,7 @@ def check_result(
     value: Tensor | None,
     state: TransformState,
 ) -> Tensor:
-    """Return the result, cloned if writing to it could change a state.
+    """Return the result, cloned if writing to it could change a tensor that the transform holds.
 
     Raises TypeError for a result unlike the gradient, RuntimeError if the transform has
     modified the gradient, which was at `version`, or has returned the storage of the value.

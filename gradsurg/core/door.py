@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 class AttachmentDoor:
     """The `Door` of an attachment: a `Kind` asks it which hook acts at a place.
 
-    Terms: a place (`Place`) is a spot where a gradient passes, a site is the string that names it,
-    and a thing is its module or parameter. Names are near if a selector may pick places there. A
-    place is picked if an operation acts there. It is met once the operation has a `SiteHook` for
-    it, or a reason why no gradient comes. `meet` does so, and marks the site as placed when it
-    returns the hook, which the kind then registers.
+    - place: a spot where a gradient passes (`Place`); its site is the string that names it, and
+      its thing the module or parameter
+    - near: a name of a module or parameter at which a selector may pick places
+    - picked: a place at which an operation acts
+    - met: a place for which it has a `SiteHook`, by `meet`, or a reason why no gradient comes
+    - placed: a site whose hook `meet` has returned to the kind, which registers it
 
     PyTorch gets one hook at a place, a `Joint`, which calls the `SiteHook` of each intervention in
     order. PyTorch's hooks hold this object, and it holds the attachment.
@@ -48,8 +49,8 @@ class AttachmentDoor:
         # The caches of `meet` and `picking_at`, emptied when interventions or optimizers change.
         self._joints: dict[Place, Joint] = {}
         self._picking: dict[Place, list[Operation]] = {}
-        # Two threads may meet a place for the first time: a site gets one `SiteHook` only. A second
-        # `Joint` or call of `fits` does no harm, so the caches are not read again inside the lock.
+        # Without it, two threads could each make a `SiteHook` for one site. Two `Joint`s, or calls
+        # of `fits`, do no harm, so the caches are not read a second time inside the lock.
         self._lock = RLock()
 
     # For the attachment.
@@ -152,9 +153,9 @@ class AttachmentDoor:
         # Compiled code neither measures nor counts, and the passes of aggregators pause hooks.
         if attachment.effects.every or attachment.shadow or attachment.aggregators:
             return hooks
-        # A container may return the tensor of a child: one place, at which one hook must act. In
-        # eager code PyTorch's table of a tensor's hooks shows it; Dynamo does not trace that, and
-        # which child it is cannot be known: so no module of the kind is hooked in the graph.
+        # An nn.Sequential returns the tensor of its last child: one place, where one hook must act.
+        # Eager code sees that in PyTorch's table of a tensor's hooks, which Dynamo cannot trace: so
+        # with a container among them no module of the kind is hooked in the graph.
         holds_others = any(next(named.owners[0].children(), None) is not None for named in found)
         if holds_others or any(why_it_breaks(each.intervention) for each in operations):
             return hooks
@@ -171,7 +172,7 @@ class AttachmentDoor:
 
     def search_again(self, kind: Kind) -> Sequence[Named]:
         """Return the things of a kind as the model is now: see `Door.search_again`."""
-        # An operation searches all its kinds at once, so things of its other selectors count, too.
+        # A selector may combine several kinds, and its search needs the things of all of them.
         kinds = dict.fromkeys(each for operation in self._at(kind) for each in operation.kinds)
         things = {each: each.things(self.model) for each in kinds}
         near = set[tuple[Kind, str]]()
@@ -225,9 +226,9 @@ class AttachmentDoor:
     def _without(self, functions: Iterable[Callable[..., object]], joint: Joint) -> Joint | None:
         """The hooks that do not act on a tensor yet; None if all do.
 
-        `functions` are those that act on this tensor. The ledger gets the site ids
-        of hooks that are left out as other names of one place. A tensor that was changed in place
-        is not such a case: PyTorch has dropped its hooks, as its gradient is another one.
+        `functions` are those that act on this tensor. The ledger gets the site ids of hooks that
+        are left out as other names of one place. If the tensor was changed in place, PyTorch has
+        dropped its hooks, and none is left out.
         """
         # Ours have `hooks`, set by `in_order`, inside the `partial` of `sites.tensors.with_value`.
         plain = (getattr(function, "func", function) for function in functions)

@@ -38,8 +38,8 @@ def check_places(attachment: "Attachment") -> None:
         return
 
     def ended(module: nn.Module, args: object, output: object) -> None:
-        # A forward that makes a graph: not an evaluation, nor the recomputation of a checkpoint. A
-        # user's transform may have closed the surgery in it.
+        # Only a forward that makes a graph: no evaluation, and no recomputation of a checkpoint.
+        # `is_open`: a user's transform may have closed the surgery in it.
         is_whole = torch.is_grad_enabled() and not autograd.in_backward() and attachment.is_open
         if is_whole and compiling.in_jit_trace():
             # Traced code runs no hooks of modules; a later forward of the model itself is checked.
@@ -61,7 +61,7 @@ def _check_after_forward(
     for operation in operations:
         selector, memory = operation.at, operation.memory
         in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
-        # A reentrant checkpoint makes no graph in the forward, and its nodes in the backward pass.
+        # A reentrant checkpoint calls modules without a graph: their nodes come in the backward.
         shared = attachment.door.shared
         may_meet_nodes = shared.has_graphless and meets_more(output, by_gradient=False)
         if selector.count is None:
@@ -79,7 +79,7 @@ def _check_after_forward(
 
 def _check_count(operation: Operation) -> None:
     """Raise SelectionError if another number of places was met than `expect` asks for."""
-    if not operation.is_on:
+    if not operation.is_on:  # detached, or paused, so that it may not have met all places
         return
     operation.awaits_backward = False
     wanted, sites = operation.at.count, [*operation.placed]
@@ -90,7 +90,7 @@ def _check_count(operation: Operation) -> None:
 
 
 def enter_unmet(attachment: "Attachment") -> None:
-    """Enter into the ledger the near names of all interventions at which no place was met."""
+    """Enter into the ledger the sites that were expected and have not come."""
     for operation in attachment.operations if attachment.is_open else ():
         entries = attachment.ledger.of(operation.label)
         known = {site for entry in entries for site in (entry.site, *entry.aliases)}
@@ -102,7 +102,7 @@ def enter_unmet(attachment: "Attachment") -> None:
 
 
 def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
-    """Note in the ledger the hooks of others at the places of an intervention."""
+    """Note hooks of others at the places of an intervention: the printed ledger names them."""
     entries = attachment.ledger.of(operation.label)
     for kind in operation.kinds:
         for names, thing, _ in near_in(kind.things(attachment.model), kind, operation.near):
@@ -140,8 +140,7 @@ def closing_notes(attachment: "Attachment", operation: Operation) -> list[str]:
             "show all of them"
         )
     entries = attachment.ledger.of(operation.label)
-    # A part of a selector is reported only if all sites have acted. The ledger warns of sites
-    # without a gradient, which says more.
+    # Only if all sites have acted: the ledger warns of one without a gradient, which says more.
     if operation.placed and all(entry.all_calls or entry.skipped for entry in entries):
         silent = ", ".join(map(repr, operation.at.unmatched(operation.memory)))
         if silent:

@@ -61,8 +61,8 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     """Apply a transform to the gradient of a tensor, or to the gradients entering a node.
 
     Return a handle, which is also a context manager; its `remove()` removes the hook. Steps are not
-    counted: `context.step` stays 0. Random numbers depend on how many places the process has hooked
-    before. Raises ValueError for a group transform.
+    counted: `context.step` stays 0. Hooks are numbered, and the random numbers of each depend on
+    how many the process has made before. Raises ValueError for a group transform.
     """
     if not isinstance(place, Tensor | Node):
         kind = "None" if place is None else f"a {type(place).__name__}"
@@ -83,8 +83,8 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
         # `held` is weak: a tensor whose hook held it would be freed by the garbage collector alone.
         handle = place.register_hook(lambda grad: call(grad, held()))
         return Hooked(handle, attachment.ledger, operation.label)
-    name, count = place.name(), len(autograd.outputs_of(place))
-    calls = [SiteHook(operation, f"{name}{next(_numbers)}.{index}").call for index in range(count)]
+    name, outputs = place.name(), range(len(autograd.outputs_of(place)))
+    calls = [SiteHook(operation, f"{name}{next(_numbers)}.{index}").call for index in outputs]
 
     def prehook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         results = [call(grad) for call, grad in zip(calls, grads, strict=True)]

@@ -71,10 +71,10 @@ class Intervention:
     An aggregator acts at `SharedParameters`: it combines the gradients of several tasks in
     `live.backward(losses)`. They are summed while its trigger does not fire.
 
-    `names` labels the transform, or each link of a `Chain`, in logs. `stage` is the selector's, by
-    default the first for the transform's scope; an aggregator has none. Raises ValueError if the
-    transform cannot act at the selector's stage or needs something that the sites do not provide.
-    It and the fields below it follow from the others, and are found once, when it is made.
+    `names` labels the transform, or each link of a `Chain`, in logs. `stage` and all fields after
+    it are computed when the intervention is made. `stage` is the selector's, or the default of the
+    kind of site for the transform's scope; an aggregator has none. Raises ValueError if the
+    transform cannot act at this stage or needs something that the sites do not provide.
     """
 
     transform: Transform | Aggregator | GradCallable
@@ -97,10 +97,10 @@ class Intervention:
     observes: bool = field(init=False, repr=False, compare=False)
     # The selector's `changed_tensors`, such as "gradients".
     changed_tensors: str = field(init=False, repr=False, compare=False)
-    # The links that check parameters, and the part that takes no sparse gradient, if there is one.
+    # The links that check parameters; the transform or trigger that refuses a sparse gradient.
     checking_links: tuple[Transform, ...] = field(init=False, repr=False, compare=False)
     dense: Transform | Trigger | None = field(init=False, repr=False, compare=False)
-    # Whether a site may be unfit for a transform, and whether anything may be unfit for a model.
+    # Whether `check_sites` must look at each site, and `Attachment.check` at anything.
     checks_sites: bool = field(init=False, repr=False, compare=False)
     is_checked_at_attach: bool = field(init=False, repr=False, compare=False)
 
@@ -135,10 +135,9 @@ class Intervention:
             self._find_facts()
 
     def _find_facts(self) -> None:
-        """Find out what is read at each attach, or at each gradient."""
+        """Compute what would otherwise be computed at each attach or gradient."""
         sources = {part.source for part in self.when.parts if isinstance(part, TensorTrigger)}
-        # Whether it may act on the part of a sharded gradient that this process has: if so, the
-        # parts need not be gathered.
+        # Whether this process's part of a sharded gradient is enough, so that none is gathered.
         takes_parts = not (self.reads_value or "grad" in sources) and all(
             link.acts_on_shards for link in self.links
         )
@@ -181,7 +180,7 @@ class Intervention:
 
     @cached_property
     def operator(self) -> Transform:
-        """The transform; a plain callable is wrapped in one."""
+        """The `transform`, by a type without aggregators; a plain callable was wrapped in one."""
         assert isinstance(self.transform, Transform)
         return self.transform
 
@@ -394,7 +393,7 @@ class Intervention:
             lacks = sorted(link.needs - provided)
             raise FieldError(link, [("", lack(repr(self.at), lacks[0]))])
         for link in self.links:
-            # A wrapper takes over the needs of the transform inside, and keeps a state of its own.
+            # A wrapper has the needs of the transform inside, but another state: no `SKIPPED`.
             if "skip" in link.needs and SKIPPED not in link.init(torch.zeros(1)):
                 text = "cannot skip steps from inside another transform; make it a link of a chain"
                 raise FieldError(link, [("", text)])

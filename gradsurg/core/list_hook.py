@@ -48,12 +48,12 @@ class ListHook:
         self.values: Sequence[ReadTensor] = ()
         self.gradients: Sequence[ReadTensor] = ()
         self._is_checked = False  # whether the first gradients of a group were checked
-        # Two tables about `GroupTransform.members`, where its meanings are explained. The first, by
-        # label of a link whose state is of the whole group: the sites that it was made for. Kept
-        # by the operation, as a list is met anew after each change of the interventions.
+        # Two tables by label of a link: see `GroupTransform.members`. The sites for which a state
+        # of the whole group was made, kept by the operation, as a list is met anew after each
+        # change of the interventions.
         self._members = operation.members.setdefault(sites, {})
-        # The second, by label of a link whose state has an entry for each member: the state of each
-        # member as it was stored last, and all joined, which saves joining them in the next step.
+        # For a state with an entry for each member: that of each member as it was stored last, and
+        # all joined, which saves joining them in the next step.
         self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
 
     @property
@@ -147,9 +147,9 @@ class ListHook:
             [self.gradients[index] for index in acting] if self.gradients else (),
             attachment.effects,
         )
-        # Results are computed one by one, so that only one is held besides the gradients. Those of
-        # a user are all computed first, so that a wrong one is found before a gradient is written.
-        # So are all under autocast: a generator would run after the block below has ended.
+        # Results are computed one by one, so that only one is held besides the gradients. All are
+        # computed first if a user's may be wrong, as no gradient must have been written by then;
+        # under autocast, as a generator runs after the block below; and if none will be written.
         is_whole = autograd.any_autocast() or not all(link.is_trusted for link in operation.links)
         with without_autocast(present[0].device.type):
             results, skips = self._stream(rows, present)
@@ -221,7 +221,7 @@ class ListHook:
         """Apply a group transform and update its state; the results are computed when asked for."""
         operation, hooks = self.operation, rows.hooks
         states, key = operation.attachment.states, f"{link.label}/group"
-        has_entries = transform.members == "entries"  # of the state, one for each member
+        has_entries = transform.members == "entries"  # joined here, and kept by site
         saved, befores = states.get(key), []
         if saved and transform.members == "fixed":
             self._check_members(link, hooks)
@@ -252,14 +252,14 @@ class ListHook:
             ):
                 kept.append(new if not isinstance(fired, Tensor) else link.chosen(new, old, fired))
                 states[hook.keys[index]] = kept[-1]
-            states.pop(key, None)  # a loaded joint state, which is now kept by site
+            states.pop(key, None)  # a loaded state of the whole group, which is now kept by site
             self._entries[link.label] = kept, state
         elif state:
             if transform.members == "fixed":
                 self._check_members(link, hooks)
             states[key] = without_graph(_chosen(rows.fires, state, before))
             if "skip" in transform.needs:
-                # The one value that is waited for: whether to step is decided on the host.
+                # Here the host waits for the device, because only the host can skip a step.
                 skips = bool(states[key][SKIPPED] > before[SKIPPED])
         return self._checked(index, rows, versions, grads, _noted(results, note), state), skips
 
@@ -405,19 +405,19 @@ def _merged(
     for index in range(len(grads)):
         yield next(stream) if index in places else grads[index]
         grads[index] = None
-    # Asked once more, the generators run to their ends, where they drop the values they hold.
+    # There is no further result: asking lets the generators end, and drop the values they hold.
     for _ in stream:
         raise AssertionError("a group has more results than gradients")
 
 
 def _apart(state: TransformState) -> list[TransformState]:
+    """Split a joint state along its last axis: one state for each member."""
     entries = zip(*(tensor.split(1, dim=-1) for tensor in state.values()), strict=True)
     return [dict(zip(state, entry, strict=True)) for entry in entries]
 
 
 def _chosen(fires: Fires, new: TransformState, before: TransformState) -> TransformState:
-    """Return a group's next state; the old one if all triggers decide on the device and none
-    fires."""
+    """Return the next state of a group; the old one if the trigger, on the device, never fired."""
     answers = [answer for answer in fires if isinstance(answer, Tensor)]
     if len(answers) < len(fires):
         return new

@@ -34,7 +34,7 @@ _open: "WeakSet[Live]" = WeakSet()  # weak, so that a dropped handle removes its
 def _close_all() -> None:
     """Close what is still attached when the program ends, with its warnings."""
     for live in list(_open):
-        # A copy: `close` clears the list, since a `close` by the user deserves no warning.
+        # Taken before `close`, which clears the list: a `close` by the user deserves no warning.
         texts = list(live.dropped_warning)
         live.close()
         _warn(texts)
@@ -126,8 +126,9 @@ class Live:
     ) -> None:
         """Replace `sum(losses).backward()`: one update from several losses.
 
-        `losses` are scalar tensors, in a dict by task name or in a list. Each task is
-        backpropagated separately, and transforms act on each. An aggregator combines the gradients
+        `losses` are scalar tensors, in a dict by task name or in a list. Without an aggregator
+        there is one backward of the sum, unless a `ForTask` names a task. With one, each task is
+        backpropagated separately, and transforms act on each; the aggregator combines the gradients
         of each group of shared parameters into one. A parameter that only one task reaches gets the
         gradient of that task, unless the task is a memory of `AGEM` or `GEM`. The results are added
         to `.grad`. Other leaves, such as an input that requires a gradient, get the sum over the
@@ -137,7 +138,7 @@ class Live:
         If the aggregator weights losses, like `Mean`, and no non-linear transform has to act on
         each task, there is one backward of the weighted losses. So the weights also apply to
         parameters of a single task. In measured steps each task has an extra pass, which calls your
-        own hooks. Without an aggregator there is one backward of the sum.
+        own hooks.
 
         With `aggregate=False` the gradients are kept, and added to the gradients of the next call,
         so that several batches make one step. Each may have only some of the tasks, unless losses
@@ -290,10 +291,10 @@ class Live:
         self.attachment.bind(optimizer, clock)
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
-        """Let stage `step` act now, and not in the next step of the optimizer.
+        """Run interventions at stage `step` now, and not again in the next `optimizer.step()`.
 
-        For loops in which something else comes between, as the clipping of a framework. Of several
-        optimizers all are meant, or the given one. Gradients must be unscaled: with a GradScaler
+        For loops in which something else comes between, such as the clipping of a framework. It
+        does so for all optimizers, or the given one. Gradients must be unscaled: with a GradScaler
         call `scaler.unscale_(optimizer)` first. Raises RuntimeError if they are not, ValueError if
         no optimizer is bound.
         """

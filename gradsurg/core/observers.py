@@ -57,8 +57,8 @@ def observe(
 def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) -> None:
     """Keep the gradient of the model's output in `clock.error` until its backward ends.
 
-    After a backward that raises, in which PyTorch calls nothing at the end, it is kept until the
-    next forward. That forward raises TypeError if it returns anything but one tensor.
+    PyTorch calls nothing at the end of a backward that raises: it is then kept until the next
+    forward. A forward raises TypeError if it returns anything but one tensor.
     """
     is_attached = True
 
@@ -162,7 +162,7 @@ class _Observer:
         if autograd.in_backward():
             return
         tensor = next(_tensors(values), None)
-        # Gone if the module is given none now: an earlier call's must not decide for this one.
+        # Also if this call has no tensor: an earlier call's observation must not decide for it.
         self.observations.pop(self.trigger, None)
         if tensor is not None:
             self.shared.discard(self.trigger)

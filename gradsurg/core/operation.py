@@ -31,8 +31,8 @@ STEADY = (Always(), Steps())
 class Operation:
     """One intervention while it is attached.
 
-    `set` takes what depends on the transform and the trigger alone, `begin_step` decides what is
-    the same for all gradients of a step, so that a `SiteHook` has little to do for each of them.
+    `set` stores everything that depends only on the transform and the trigger. `begin_step` decides
+    what is the same for all gradients of a step, so that a `SiteHook` has little to do for each.
     """
 
     answer: bool | None  # whether the trigger fires in this step; None: `decide` at each gradient
@@ -58,7 +58,7 @@ class Operation:
         self.near: Near = frozenset()  # the names of modules and parameters that may have places
         self.met = set[tuple[Kind, str]]()  # the names among them at which a place was found
         self.placed: dict[str, None] = {}  # the sites at which PyTorch has a hook, in order
-        # For each list of sites: by label of a group transform, the sites that its state is of.
+        # {the sites of a list: {label of a group transform: the sites its state was made for}}
         self.members: dict[tuple[str, ...], dict[str, list[str]]] = {}
         self.is_new = True  # while it is being attached, or bound to other optimizers
         self.notes: list[str] = []  # warnings to emit on detach
@@ -90,8 +90,8 @@ class Operation:
         self._shared_observations = intervention.forward_triggers if shares else ()
         self._shared_flags = intervention.flags if shares else ()
         self._shares_answer = shares and intervention.has_own_trigger
-        # The sites at which the switches taken from process 0 have decided. Back at one of them, a
-        # new backward pass has begun, and they are taken again.
+        # The sites of the running backward pass. A site that comes again begins a new pass, in
+        # which the switches of process 0 are taken over anew.
         self._passed: set[str] = set()
         self.asks = intervention.asks
         self._needs_context = not self.asks.isdisjoint({"value", "entering", "layer", "gradient"})
@@ -125,8 +125,8 @@ class Operation:
             answer = cast(Decision, of_first_process(answer))
         self.answer = answer if isinstance(answer, bool) else None
         self.sampling = sampling
-        # In shadow, a step that is not measured needs no transform without state; if the trigger is
-        # `Always` there is nothing to ask either, and the whole intervention idles.
+        # In shadow results are not used: a transform without state runs in measured steps alone,
+        # and with the trigger `Always`, which need not be asked, nothing is left to do in others.
         self.skips_transform = attachment.shadow and not sampling and self._is_stateless
         self.is_idle = not self.is_on or (self.skips_transform and isinstance(self.trigger, Always))
         is_open = (
@@ -150,7 +150,7 @@ class Operation:
             self.reevaluate()
 
     def skip_nodes(self, nodes: Collection[Node]) -> None:
-        """Neither act on nor count gradients that arrive at these autograd nodes."""
+        """Ignore gradients at these nodes, where two passes of `SharedParameters` would act."""
         self.skipped_nodes = nodes
         self.reevaluate()
 
@@ -253,14 +253,14 @@ class Operation:
 
     @property
     def unsteady(self) -> str:
-        """Why two calls with the same gradient may have different results; empty if they cannot."""
+        """Why the recomputation of a checkpoint may have another result; empty if it cannot."""
         return f"{self.stateful} keeps a state" if self.stateful else self.varies
 
     @property
     def moment(self) -> object:
-        """All else that determines a result: transform, trigger, step, epoch, switches.
+        """What determines a result besides the gradient, compared by `==`; None once it is closed.
 
-        None once it is closed.
+        A checkpoint compares it with that of the forward. It is no moment of `Attachment.tell`.
         """
         if self.is_closed:
             return None
@@ -314,4 +314,4 @@ class Operation:
         for hook in self.hooks.values():
             hook.close()
         self.hooks.clear()
-        vars(self).pop("attachment", None)  # deleted, not None: its type is that of an open one
+        vars(self).pop("attachment", None)  # deleted, so that its type need not allow None

@@ -27,9 +27,9 @@ def plan_of(surgery: "Surgery", model: nn.Module, example_input: Any) -> str:
     for item, labels in zip(surgery.interventions, surgery.labels, strict=True):
         if item.aggregator is not None:
             # Imported here: most surgeries have no aggregator.
-            from gradsurg.multitask.aggregation import plan_of
+            from gradsurg.multitask.aggregation import plan_of as plan_of_aggregator
 
-            planned = plan_of(labels[0], item.aggregator, item.at, item.when, model)
+            planned = plan_of_aggregator(labels[0], item.aggregator, item.at, item.when, model)
             parts.append("\n".join([planned, *_contexts(item, outer)]))
             continue
         text = f"stage {item.stage}, when {item.when!r}"
@@ -41,9 +41,9 @@ def plan_of(surgery: "Surgery", model: nn.Module, example_input: Any) -> str:
             text += _copies_size(item, [params[site] for site in sites if site in params])
             if "examples" in item.needs:
                 # Imported here: few surgeries need the gradients of single examples.
-                from gradsurg.per_example.gradients import plan_of
+                from gradsurg.per_example.gradients import plan_of as plan_of_examples
 
-                text += plan_of(item.links[0], model, sites)
+                text += plan_of_examples(item.links[0], model, sites)
             below = [f"  {line}" for line in (text, *sites)]
         else:
             modules = tree(model, example_input, item.at)
@@ -60,7 +60,7 @@ def plan_of(surgery: "Surgery", model: nn.Module, example_input: Any) -> str:
 
 
 def _contexts(item: Intervention, model: nn.Module) -> list[str]:
-    """Return a line for each cell of the table of contexts that applies to a model as it is."""
+    """Return a line for each cell of the table of contexts that applies, and one on compiling."""
     cells = visible_cells(item.at, model, "" if item.aggregator else item.stage)
     lines = [
         f"  {cell.kinds.replace('.', ' ')} {cell.outcome} in {cell.context}: {cell.text}"

@@ -43,17 +43,17 @@ NO_STEP = -1
 class SiteHook:
     """One intervention at one site.
 
-    Its one entry is `call`, or that of the `Joint` of which it is part: it maps a gradient to the
-    new one, or to None if it is unchanged. Besides the gradient, a kind of site hands over those
-    arguments that the `Operation` asks for.
+    It is called through `call`, or through the `call` of the `Joint` that it belongs to, which maps
+    a gradient to the new one, or to None if it is unchanged. Besides the gradient, a kind of site
+    hands over those arguments that the `Operation` asks for.
 
-    A configuration is an empty object, a new one after each `Operation.set`, compared by `is`. The
-    first gradient that a site sees under it takes the slow path, `run_checked`, which checks the
-    result in full. Later ones take the fast path, as long as `checked_configuration` is the
-    operation's `open_configuration`: `run_links` without the full check, or, for a single trusted
-    transform without state, the lines in `in_order`. `open_configuration` is None in steps in
-    which the trigger must be asked at each gradient, or does not fire, or in which the transform
-    needs more than the gradient.
+    A configuration is an empty object that `Operation.set` makes anew, compared by `is`. The first
+    gradient that a site sees under it takes the slow path, `run_checked`, which checks the result
+    in full. Later ones take a fast path as long as `checked_configuration` is the operation's
+    `open_configuration`: `run_links` without the full check, or, which saves two calls, the lines
+    in `in_order` for a single trusted transform without state. `open_configuration` is None in
+    steps in which the trigger does not fire, or must be asked at each gradient, and if the
+    transform needs more than the gradient.
     """
 
     __slots__ = (
@@ -96,7 +96,7 @@ class SiteHook:
         calls itself.
         """
         first, *others = self.operation.links
-        # Not a transform that refuses `create_graph`: `begin_call` must look for it each time.
+        # Not for a transform that refuses `create_graph`: `begin_call` checks that each time.
         is_simple = first.is_trusted and not first.refuses_graph and not others
         # What the fast path needs, in a tuple, as it is unpacked for each gradient.
         self.fast_args = None
@@ -114,7 +114,7 @@ class SiteHook:
 
     @contextmanager
     def keeping_states(self) -> Iterator[None]:
-        """In the block, gradients change no state of the transforms or the trigger."""
+        """In the block, such as a forward without a graph, gradients change no state."""
         states = self.operation.attachment.states
         keys = [*self.keys, f"{self.operation.label}/{self.entry.site}{WHEN}"]
         # References suffice: a state is replaced by the next one, never written in place.
@@ -149,7 +149,7 @@ class SiteHook:
         # of the passes may act there.
         if operation.skipped_nodes and autograd.running_node() in operation.skipped_nodes:
             return None
-        if operation.answer is False:  # it is True, False or None in a step; None: to be asked here
+        if operation.answer is False:  # None: the trigger is asked at each gradient, below
             self.entry.not_fired += 1
             return None
         if operation.reads_gradient:
@@ -158,7 +158,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_configuration is UNCHECKED:
-            # Perhaps more than once: until a dense gradient was checked.
+            # Told again at each gradient until a dense one was checked.
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
@@ -337,7 +337,7 @@ class Joint:
             operation, entry = hook.operation, hook.entry
             if entry.site not in operation.placed:
                 operation.placed[entry.site] = None
-                # If the site was entered as another's alias, its entry was dropped: back with it.
+                # An earlier `enter` as an alias of another site may have dropped the entry.
                 operation.attachment.ledger.keep(entry)
             entry.skipped = ""
         return self
@@ -359,13 +359,13 @@ class Joint:
 
     @property
     def moment(self) -> object:
-        """What determines a result besides the gradient, by `==`; None once a hook is closed."""
+        """`Operation.moment` of all hooks; None once one is closed."""
         moments = [hook.operation.moment for hook in self.hooks]
         return None if None in moments else moments
 
     @contextmanager
     def keeping_states(self) -> Iterator[None]:
-        """In the block, gradients change no state of a transform or a trigger."""
+        """In the block, gradients change no state: see `SiteHook.keeping_states`."""
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.keeping_states())
@@ -394,7 +394,7 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
     # attributes. It runs for each gradient, so the path of `fast_args` is written out in it.
     attachment = hooks[0].operation.attachment
     clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
-    # The very list of the attachment, which shrinks: at last nothing is told.
+    # The attachment's own list: it is empty once no pitfall listens any more.
     listeners = attachment.listeners["further_gradient"]
 
     def call(
@@ -417,7 +417,7 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
             if hook.fast_args is None:  # several links, a state, or a user's transform
                 changed = hook.run_links(result, value, None, full_check=False)
             else:
-                # `SiteHook.apply` for a trusted transform without state, keep the two in step.
+                # A copy of `SiteHook.apply` for a trusted transform without state: change both.
                 apply, context, slot, keeps_shape = hook.fast_args
                 if context.step != clock.step:
                     context.step, context.call = clock.step, 0

@@ -51,7 +51,7 @@ class Surgery:
         self._clock = Clock()  # a second block goes on counting
         self._states: dict[str, TransformState] = {}
         self._live: Live | None = None
-        self.was_attached = False  # read by `comparison.py`
+        self.was_attached = False  # for `gs.compare`: `train` may have forgotten to attach it
 
     def __repr__(self) -> str:
         return f"Surgery({', '.join(map(repr, self.interventions))}, seed={self.seed})"
@@ -201,10 +201,10 @@ class Surgery:
         The optimizer may come later, by `live.bind(optimizer)`: until then interventions at stage
         `step` wait.
 
-        Keep the handle or the surgery: once both are gone, the hooks are removed without a warning.
-        `Surgery(...).start(model)` with the result dropped detaches at once, and a notebook cell
-        that is run again detaches the surgery that it made before. When the program ends, an open
-        surgery is closed.
+        Keep the handle or the surgery: once both are gone, the hooks are removed, without the
+        warning of `attach`. So a notebook cell that is run again detaches the surgery that it made
+        before, and `Surgery(...).start(model)` with the result dropped detaches at once. When the
+        program ends, an open surgery is closed.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")

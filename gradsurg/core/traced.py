@@ -18,7 +18,7 @@ _numbers = count()
 class TracedHook:
     """The interventions at one module as a function of the gradient without side effects.
 
-    The code of a module hook, which Dynamo traces, is `if hook.mark(hook.key): register hook.call`.
+    The module hooks that Dynamo traces contain `if hook.mark(hook.key): register hook.call`.
 
     Dynamo calls `mark` once, while it traces, and takes its result as a constant: `mark` notes in
     the ledger that the site is in compiled code, which counts nothing later. Dynamo guards on the
@@ -73,7 +73,7 @@ def why_it_breaks(intervention: Intervention) -> str:
             return f"{link.transform!r} keeps a state"
         if "deterministic" not in link.transform.properties:
             return f"{link.transform!r} draws random numbers"
-    # "whole" gradients of sharded parameters are asked for at any site, and these are at modules.
+    # "whole" is about sharded parameters, and these sites are at modules.
     if intervention.needs or intervention.asks - {"whole"}:
         return f"{intervention.operator!r} reads more than the gradient"
     if not isinstance(intervention.when, Always):

@@ -46,12 +46,12 @@ def params_at(hook: PlacesHook) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A kind of site at the steps of the optimizers.
+    """A kind of site that acts around steps of the optimizers (unlike the trigger `gs.Steps`).
 
     `make` gets an intervention and the first of the optimizers that hold its parameters, and
-    returns what acts on them before and after a step. `copies` says that the values before the step
-    are needed. Without `is_joint`, a group in several optimizers is refused, and sharded parameters
-    too.
+    returns the functions to call before and after a step. `copies` says that the values before the
+    step are needed. With `is_joint` a group may be in several optimizers, and parameters sharded:
+    it acts on `.grad`s, once for all optimizers. Otherwise both are refused.
     """
 
     door: Door
@@ -63,7 +63,7 @@ class Steps:
     def hook(self, found: Sequence[Named]) -> None:
         """Act around each step, if there are optimizers, otherwise wait for `bind`.
 
-        Raises ValueError if two optimizers hold a parameter, or if at first none does.
+        Raises ValueError if two optimizers hold a parameter, or if none does on attach or `bind`.
         """
         if self.door.steps.optimizers:
             self.door.steps.hook(self._made, self._made(found), self.door.stack)
@@ -74,6 +74,7 @@ class Steps:
         return places_of(self.door, self.kind, found, takes_shards=self.is_joint)
 
     def _made(self, found: Sequence[Named] | None = None) -> Iterator[StepActions]:
+        # An action for each optimizer, with None for the parameters of others; a group has one.
         holders, places = self.door.steps.holders(), self._places(found)
         pairs = [(place.name, cast(Any, place.thing)) for place in places]
         if several := [name for name, param in pairs if len(holders.get(param, ())) > 1]:
@@ -97,7 +98,7 @@ class Steps:
                 yield StepActions(hook.order, some, names, own, before, after, self.copies)
 
     def _check_held(self) -> str:
-        """Note for each intervention which of its parameters no optimizer holds."""
+        """Note at each intervention which parameters no optimizer holds; no text for the kind."""
         holders = self.door.steps.holders()
         for hook in self.door.meet_all(self._places()):
             if missing := _missing(hook, holders):
@@ -118,15 +119,15 @@ def _set_grad(param: Tensor, grad: Tensor) -> None:
     param.grad = grad
 
 
-def _itself(param: Tensor) -> Tensor:
+def _itself(param: Tensor) -> Tensor:  # the value of a parameter, unless it is sharded
     return param
 
 
 @dataclass(frozen=True)
 class Access:
-    """How hooks read a tensor of a parameter, as its gradient, and its value, and write a result.
+    """How hooks read a tensor of a parameter (by default its `.grad`) and write the result.
 
-    `around` is entered while hooks run.
+    `value` reads the value of the parameter. `around` is entered while hooks run.
     """
 
     read: Callable[[Any], Tensor | None] = attrgetter("grad")  # Any: a parameter, here and below
@@ -162,7 +163,7 @@ def readers(hook: PlacesHook, read: Callable[[Any], Tensor | None]) -> list[Read
 
 def hook_accumulated(door: Door, places: Sequence[Place]) -> None:
     """Hook the `.grad` of each parameter, after each backward pass has added to it."""
-    access: dict[Place, Access] = {}
+    access: dict[Place, Access] = {}  # the same for all interventions at a place, or refused
     for each in door.meet_all(places):
         access |= dict.fromkeys(each.places, access_to(door, each))
     for place in places:
@@ -221,7 +222,7 @@ def _act_together(hook: PlacesHook, access: Access, *params: Tensor | None) -> N
 def write_value(
     optimizer: Optimizer | None, param: nn.Parameter, new: Tensor, keeps: Tensor | None = None
 ) -> None:
-    """Set the value of a parameter where not `keeps`, unless its step was skipped on the device."""
+    """Set a parameter to `new`, except where `keeps`, and if a GradScaler has skipped the step."""
     found_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler; 1 if skipped
     if found_inf is not None:
         skipped = found_inf.to(param.device) > 0
@@ -237,7 +238,8 @@ def write_value(
 def access_to(door: Door, hook: PlacesHook) -> Access:
     """Return how to read and write the `.grad`s: as they are, their parts, or gathered.
 
-    Processes communicate at `step`, where all decide alike; not at `accumulated`.
+    They are gathered at `step` alone, where all processes decide alike. At `accumulated` one of
+    them may not act, and the others would wait for it.
     """
     params, kind = params_at(hook), hook.places[0].kind
     sharded = [cast(Any, param) for param in params if autograd.is_sharded(param)]
@@ -285,7 +287,7 @@ def _write_part(param: Tensor, part: Tensor) -> None:
 
 
 def _write_share(param: Tensor, whole: Tensor) -> None:
-    """Set the gradient, and keep the part of it that is of this process."""
+    """Set the gradient; of a sharded parameter, the part that belongs to this process."""
     like = cast(Any, param.grad)
     if not autograd.is_sharded(like):
         param.grad = whole

@@ -461,10 +461,12 @@ class Hook(Protocol):
     """One function for all interventions at a place.
 
     `asks` are the arguments that it needs besides the gradient. `stateful` is the first transform
-    or trigger that keeps a state for each site, as text. `varies` says why it may draw or decide
-    differently in another process. `unsteady` says why two calls with the same gradient may have
-    different results. All three may be empty. `moment` is what else determines a result (step,
-    switches, fields), compared by `==`; None once one of the interventions was detached.
+    or trigger that keeps a state for each site, as text: saved tensors refuse it. `varies` says why
+    it may draw or decide differently in another process, which parts of a sharded gradient must
+    not. `unsteady` says why two calls with the same gradient may have different results, which
+    those of a checkpoint must not. All three may be empty. `moment` is what else determines a
+    result (step, switches, fields), compared by `==` when a checkpoint computes activations again;
+    None once one of the interventions was detached.
     """
 
     @property

@@ -30,8 +30,10 @@ class SkipUpdate(GroupTransform):
     No parameter of the optimizer is updated, not even parameters that the site does not select. The
     surgery and a learning-rate scheduler count the step. Later links of a chain do not act in it,
     nor later interventions at stage `step`; earlier ones have acted. One value is copied to the
-    host in each step. A `GradScaler` skips steps with non-finite gradients itself and lowers its
-    scale; these steps do not reach the transform. LBFGS, which steps without gradients, is refused.
+    host in each step. LBFGS, which steps without gradients, is refused.
+
+    A `GradScaler` lowers its scale and skips the step of an optimizer with non-finite gradients;
+    that step does not reach the transform. The steps of other optimizers do.
 
     As optax's `apply_if_finite` and `skip_large_updates`; `max_grad_norm` with
     `skip_update_on_spike` in ZClip (arXiv 2504.02507).

@@ -3,7 +3,6 @@
 training     a step with and without surgery (the default)
 size         an optimizer step at the size of a language model: time and memory
 sites        each kind of site beside a hook written by hand
-nodes        finding autograd nodes in a 12-block transformer
 reading      reading the effects of a step
 attribution  guided backpropagation and LRP beside a plain gradient
 kernel       the sums of effects beside torch.clamp
@@ -28,7 +27,6 @@ from scripts.bench import (
     examples,
     kernel,
     multitask,
-    nodes,
     reading,
     report,
     runner,
@@ -42,7 +40,6 @@ TABLES: dict[str, tuple[int, Callable[[argparse.Namespace], str]]] = {
     "training": (60, lambda args: training.table(args.rounds, args.threads, args.only)),
     "size": (9, lambda args: size.table(args.rounds, args.only)),
     "sites": (60, lambda args: sites.table(args.rounds, args.only)),
-    "nodes": (60, lambda args: nodes.table(args.rounds, args.only)),
     "reading": (200, lambda args: reading.table(args.rounds)),
     "attribution": (60, lambda args: attribution.table(args.rounds)),
     "kernel": (60, lambda args: kernel.table(args.rounds)),

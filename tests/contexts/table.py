@@ -11,6 +11,11 @@ from gradsurg.core import pitfalls
 from gradsurg.core.pitfalls import CELLS, CONTEXTS, Cell, cells_of
 from tests.contexts.kinds import BEGIN, END, README, kind_of
 
+OTHERS = (
+    "In contexts that are not in the table. A word in italics stands for something that the "
+    "message names. Before the text the message has the kind of site, and often the site."
+)
+
 
 def stated(name: str, context: str) -> str:
     """Return the outcome in the cells."""
@@ -27,7 +32,7 @@ def table() -> str:
     for context, meaning in CONTEXTS.items():
         lines.append(f"- **{context}**: {meaning}")
         lines += _reasons(of for of in CELLS if of.context == context)
-    lines += ["", "In contexts that are not in the table:", ""]
+    lines += ["", OTHERS, ""]
     others = [of for of in CELLS if of.context not in CONTEXTS]
     for context in dict.fromkeys(of.context for of in others):
         lines.append(f"- **{context}**")
@@ -39,8 +44,10 @@ def _reasons(rows: Iterable[Cell]) -> list[str]:
     """Return a line for each reason, with the kinds that have it."""
     lines = []
     for (outcome, text), same in groupby(rows, lambda of: (of.outcome, of.text)):
-        names = [of.kinds.replace(".", " ").replace("*", "every kind") for of in same]
-        shown = re.sub(r"'?\{(\w+)\}'?", r"*\1*", text)
+        kinds = [of.kinds for of in same if of.kinds != "MatchedUpdates"]  # it is internal
+        names = [kind.replace(".", " ").replace("*", "every kind") for kind in kinds]
+        shown = re.sub(r"(?<=\w)\{\w+\}", "", text)  # the end of a word, often empty
+        shown = re.sub(r"'?\{(\w+)\}'?", r"*\1*", shown)
         lines.append(f"  - *{outcome}*: {', '.join(names)}: {shown}")
     return lines
 

@@ -21,7 +21,7 @@ README = Path(__file__).parents[2] / "gradsurg" / "transforms" / "README.md"
 HEAD = line(
     [
         "config",
-        "transform",
+        "class",
         *(name.replace("_", " ") for name in get_args(TransformProperty)),
         "paper",
     ]
