@@ -104,7 +104,7 @@ def row(entry: Entry) -> str:
     preset = f"Preset of `{entry.preset_of}`." if entry.preset_of else ""
     if entry.group not in DRAWN:
         cells = [f"{entry.summary}.", preset, f"`{entry.command}`", paper]
-        return f"| `{entry.name}` | {'<br>'.join(filter(None, cells))} |"
+        return f"| `{entry.name}` | {joined(cells)} |"
     cells = [f"**`{entry.name}`** {entry.summary}.", preset]
     if entry.properties:
         cells.append(f"Properties: {', '.join(entry.properties).replace('_', ' ')}.")
@@ -115,7 +115,12 @@ def row(entry: Entry) -> str:
         shown = yaml.safe_dump(fields, default_flow_style=True, width=1000).strip()
         cells.append(f"Drawn with {shown[1:-1]}.")
     image = f'<img src="gallery/{picture(entry).name}" width="240" alt="{entry.name}">'
-    return f"| {image} | {'<br>'.join(filter(None, cells))} |"
+    return f"| {image} | {joined(cells)} |"
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Return the lines of one cell of a table."""
+    return "<br>".join(filter(None, texts)).replace("|", "\\|")
 
 
 def picture(entry: Entry) -> Path:

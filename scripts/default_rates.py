@@ -2,7 +2,7 @@
 
 python scripts/default_rates.py [--task digits ..] [--optimizer sgd adam ..] [--out runs/rates]
 
-Writes the files of conf/rate/ and the rows of docs/rates.md. Rates are the optimizer's own times
+Writes the files of conf/rate/ and the cells of docs/rates.md. Rates are the optimizer's own times
 powers of two, and more of them where the best is the least or the greatest. The score is measured
 on validation data; finished runs in `--out` are not repeated.
 """
@@ -83,12 +83,10 @@ class Pair:
         return max(near[(len(near) - 1) // 2 : len(near) // 2 + 1], key=self.known.__getitem__)
 
     @property
-    def row(self) -> str:
-        """The row of the table."""
-        own = OWN[self.optimizer]
-        cells = [self.task, TASKS[self.task][0], self.optimizer, f"{own:g}", f"{self.default:g}"]
-        cells += [self.shown(rate) for rate in (own, self.default, self.best)]
-        return f"| {' | '.join([*cells, f'{self.best:g}'])} |"
+    def cell(self) -> str:
+        """The cell of the table: the default rate, its score, and that of another own rate."""
+        own, text = OWN[self.optimizer], f"{self.default:g}: {self.shown(self.default)}"
+        return text if self.default == own else f"{text} ({self.shown(own)})"
 
     def shown(self, rate: float) -> str:
         score = self.scores.get(rate)
@@ -133,12 +131,17 @@ def trained(task: str, optimizer: str, rates: list[float], out: Path) -> Pair:
 
 
 def write(pair: Pair) -> None:
-    """Write the row of a pair, and its file if its default is not the optimizer's own rate."""
-    head, table = re.split(r"(?<=-\|\n)", PAGE.read_text(encoding="utf-8"))
-    rows = {tuple(re.split(r" *\| *", row)[1:4:2]): row for row in table.splitlines()}
-    rows[pair.task, pair.optimizer] = pair.row
-    order = sorted(rows, key=lambda key: ([*TASKS].index(key[0]), key[1]))
-    PAGE.write_text(head + "".join(f"{rows[key]}\n" for key in order), encoding="utf-8")
+    """Write the cell of a pair, and its file if its default is not the optimizer's own rate."""
+    head, table = re.split(r"\n(?=\|)", PAGE.read_text(encoding="utf-8"), maxsplit=1)
+    rows = [re.split(r" *\| *", row)[1:-1] for row in table.splitlines()]
+    title = f"{pair.task}, {TASKS[pair.task][0]}"
+    if title not in rows[0]:
+        rows = [
+            [*row, cell] for row, cell in zip(rows, (title, "---", *[""] * len(OWN)), strict=True)
+        ]
+    next(row for row in rows if row[0] == pair.optimizer)[rows[0].index(title)] = pair.cell
+    lines = (f"| {' | '.join(row)} |" for row in rows)
+    PAGE.write_text("\n".join([head, *lines, ""]), encoding="utf-8")
     file = RATES / f"{pair.task}_{pair.optimizer}.yaml"
     file.unlink(missing_ok=True)
     if pair.default != OWN[pair.optimizer]:
@@ -156,7 +159,8 @@ def main() -> None:
     for task in asked.task:
         for optimizer in asked.optimizer:
             write(pair := measured(task, optimizer, asked.out.absolute()))
-            print(pair.row, *(f"  {rate:g}: {pair.shown(rate)}" for rate in pair.scores), sep="\n")
+            scores = (f"  {rate:g}: {pair.shown(rate)}" for rate in pair.scores)
+            print(f"{task}, {optimizer}: {pair.cell}", *scores, sep="\n")
 
 
 if __name__ == "__main__":

@@ -92,9 +92,14 @@ def test_each_file_is_of_a_task_and_an_optimizer_and_differs_from_the_optimizers
 
 def test_the_table_of_the_docs_has_the_rates_of_the_files() -> None:
     text = (ROOT / "docs/rates.md").read_text(encoding="utf-8")
-    rows = [re.split(r" *\| *", line)[1:6] for line in text.splitlines() if line.startswith("|")]
-    default = {f"{row[0]}_{row[2]}": float(row[4]) for row in rows[2:] if row[3] != row[4]}
-    assert default == RATES
+    rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
+    defaults = {}
+    for optimizer, own, *cells in rows[2:]:
+        for task, cell in zip(rows[0][2:], cells, strict=True):
+            rate = cell.partition(":")[0] or own
+            if rate != own:
+                defaults[f"{task.partition(',')[0]}_{optimizer}"] = float(rate)
+    assert defaults == RATES
 
 
 def test_help_and_the_list_do_not_show_the_group(here: Here) -> None:

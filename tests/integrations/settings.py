@@ -1,7 +1,4 @@
-"""Four training stacks in their settings: a surgery against the same clamp by PyTorch's own hooks.
-
-python -m tests.integrations.settings writes the table into docs/trainers.md.
-"""
+"""Four training stacks in their settings: a surgery against a clamp by PyTorch's own hooks."""
 
 import io
 import tempfile
@@ -9,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +15,6 @@ from torch.utils.data import DataLoader
 
 import gradsurg as gs
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
-BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
 LIMIT, STEPS = 0.02, 8
 SITES = {
     "`Parameters`": gs.Parameters("net.*"),
@@ -318,23 +312,3 @@ def difference(stack: str, setting: str, site: str) -> float | str:
 def largest(one: nn.Module, other: nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs)
-
-
-def table() -> str:
-    """Return the table with a row for each setting and a column for each site.
-
-    A cell has the result of all stacks, or one for each of them if they differ.
-    """
-    lines = [f"| setting | {' | '.join(SITES)} |", "|---" * (1 + len(SITES)) + "|"]
-    for setting in SETTINGS:
-        cells = [[difference(stack, setting, site) for stack in STACKS] for site in SITES]
-        texts = [[x if isinstance(x, str) else f"{x:g}" for x in cell] for cell in cells]
-        shown = [" / ".join(text if len({*text}) > 1 else text[:1]) for text in texts]
-        lines.append(f"| {setting} | {' | '.join(shown)} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
