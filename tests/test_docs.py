@@ -33,15 +33,12 @@ def commands(page: str) -> list[str]:
 COMMANDS = commands(PAGE)
 TIMM = [line for line in COMMANDS if "timm" in line]
 ELSEWHERE = [line for line in COMMANDS if "columns" in line]  # tests/test_contributing.py runs it
-PARTS = 2
-"""The number of the block with a trigger and an aggregator."""
 
 
 @pytest.fixture
 def own(here: Here, folder: Path) -> Here:
-    """The command in a folder with the page's mine.py and parts.py."""
-    for name, place in (("mine.py", 0), ("parts.py", PARTS)):
-        (folder / name).write_text(blocks("python", PAGE)[place], encoding="utf-8")
+    """The command in a folder with the page's mine.py."""
+    (folder / "mine.py").write_text(blocks("python", PAGE)[0], encoding="utf-8")
     return here
 
 
@@ -64,7 +61,7 @@ def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
     for kind, name, text in (("transform", "soft", option), ("experiment", "all", experiment)):
         (folder / "confs" / kind).mkdir(parents=True)
         (folder / "confs" / kind / f"{name}.yaml").write_text(text, encoding="utf-8")
-    words = shlex.split(option.splitlines()[0].partition(": ")[2])[3:]
+    words = shlex.split(option.splitlines()[0])[4:]
     assert own(*words, *SHORT).code == 0
     assert own("--config-dir", "confs", "experiment=all", *SHORT).code == 0
 
@@ -95,12 +92,12 @@ def test_the_group_transform_trains() -> None:
 def test_a_trigger_and_an_aggregator_of_ones_own_act_and_are_read_from_a_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts: Any = ModuleType("parts")
-    monkeypatch.setitem(sys.modules, "parts", parts)
-    exec(blocks("python", PAGE)[PARTS], vars(parts))
+    mine: Any = ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    exec(blocks("python", PAGE)[0], vars(mine))
     surgery = gs.Surgery(
-        gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when=parts.Alternate(1)),
-        gs.Intervention(parts.Favour(5.0), gs.SharedParameters()),
+        gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when=mine.Alternate(1)),
+        gs.Intervention(mine.Favour(5.0), gs.SharedParameters()),
     )
     assert gs.from_config(surgery.to_config(), own_code=True) == surgery
     model = nn.Linear(2, 1, bias=False)
