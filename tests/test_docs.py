@@ -68,7 +68,7 @@ def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
 
 def test_the_transform_that_reads_the_value_is_weight_decay() -> None:
     names: dict[str, Any] = {}  # Any: what the page defines
-    exec(blocks("python", PAGE)[1], names)
+    exec(blocks("python", PAGE)[0], names)
     model = nn.Linear(3, 2)
     with gs.Surgery(gs.Intervention(names["Decay"](0.5), gs.Parameters())).attach(model):
         model(torch.ones(1, 3)).sum().backward()
@@ -116,7 +116,7 @@ def test_a_trigger_and_an_aggregator_of_ones_own_act_and_are_read_from_a_config(
 
 def test_the_results_are_data_frames(own: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     assert own("transform=clip", *SHORT).code == 0
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"gs": gs}
     exec(blocks("python", PAGE)[-1], names)
     runs = vars(names["study"])["runs"]
     assert isinstance(runs, pl.DataFrame)
@@ -199,12 +199,16 @@ def test_code_is_as_narrow_as_the_site(page: Path) -> None:
 
 
 def test_the_answers_act() -> None:
-    captured, middle = blocks("python", "docs/faq.md")
-    names = plain()
-    names["x"], names["y"] = names["loader"][0]
+    text = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    (captured,) = re.findall(r"`(gs\.Intervention\(.*?at=gs\.Captured\(\)\))`", text)
+    (middle,) = blocks("python", "docs/faq.md")
+    names = plain() | {"gs": gs}
+    names["x"], names["y"] = x, y = names["loader"][0]
     before = gradients(names)
-    exec(captured, names)
-    torch.testing.assert_close(names["grad"], before[0] / 2)
+    with gs.Surgery(eval(captured, names)).attach(names["model"]):
+        loss = names["loss_fn"](names["model"](x), y)
+        (grad,) = torch.autograd.grad(loss, [names["model"][0].weight])
+    torch.testing.assert_close(grad, before[0] / 2)
     names["model"].zero_grad()
     exec(middle, names)
     first, _, last, _ = (param.grad for param in names["model"].parameters())
