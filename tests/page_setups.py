@@ -265,9 +265,6 @@ def _of_each_library() -> Names:
     x, y = torch.randn(12, 8), torch.randint(3, (12,))
     model = _Heads()
     layers = nn.Conv2d(1, 4, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3, bias=False)
-    one_hot = torch.zeros(2, 3)
-    one_hot[:, 0] = 1
-
     def losses_of(features: Tensor, y: Tensor) -> list[Tensor]:
         first, second = (head(features.relu()) for head in model.heads)
         return [cross_entropy(first, y), second.square().mean()]
@@ -282,7 +279,7 @@ def _of_each_library() -> Names:
         "y": y,
         "net": nn.Sequential(*layers),
         "image": torch.randn(2, 1, 8, 8),
-        "one_hot": one_hot,
+        "one_hot": torch.eye(3)[[0, 0]],
     }
 
 

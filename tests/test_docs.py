@@ -199,15 +199,14 @@ def test_code_is_as_narrow_as_the_site(page: Path) -> None:
 
 
 def test_the_answers_act() -> None:
-    text = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
-    (captured,) = re.findall(r"`(gs\.Intervention\(.*?at=gs\.Captured\(\)\))`", text)
+    text = (ROOT / "docs/faq.md").read_text("utf-8")
+    (captured,) = re.findall(r"`(gs\.Inter.*gs\.Captured\(\)\))`", text)
     (middle,) = blocks("python", "docs/faq.md")
-    names = plain() | {"gs": gs}
+    names = plain()
     names["x"], names["y"] = x, y = names["loader"][0]
     before = gradients(names)
-    with gs.Surgery(eval(captured, names)).attach(names["model"]):
-        loss = names["loss_fn"](names["model"](x), y)
-        (grad,) = torch.autograd.grad(loss, [names["model"][0].weight])
+    with gs.Surgery(eval(captured)).attach(model := names["model"]):
+        (grad,) = torch.autograd.grad(names["loss_fn"](model(x), y), [model[0].weight])
     torch.testing.assert_close(grad, before[0] / 2)
     names["model"].zero_grad()
     exec(middle, names)

@@ -179,13 +179,10 @@ def test_the_words_of_the_page_choose_the_parts_of_a_surgery(app: Path) -> None:
     assert [each.when for each in made.values()] == [gs.Always()] * 5 + [gs.Steps(stop=20)]
 
 
-@pytest.mark.parametrize("callbacks", ["gradsurg", "own_code"])
-def test_without_a_word_on_the_command_line_the_callback_has_no_intervention(
-    app: Path, callbacks: str
-) -> None:
-    config = composed(app, f"callbacks={callbacks}")
-    made = instantiate(config.callbacks.gradsurg)
-    assert made.surgery == gs.from_config(config.surgery) == gs.Surgery()
+def test_without_a_word_the_callback_has_no_intervention(app: Path) -> None:
+    for callbacks in ("gradsurg", "own_code"):
+        config = composed(app, f"callbacks={callbacks}")
+        assert instantiate(config.callbacks.gradsurg).surgery == gs.Surgery()
 
 
 @pytest.mark.slow
