@@ -265,6 +265,7 @@ def _of_each_library() -> Names:
     x, y = torch.randn(12, 8), torch.randint(3, (12,))
     model = _Heads()
     layers = nn.Conv2d(1, 4, 3, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3, bias=False)
+
     def losses_of(features: Tensor, y: Tensor) -> list[Tensor]:
         first, second = (head(features.relu()) for head in model.heads)
         return [cross_entropy(first, y), second.square().mean()]
