@@ -19,7 +19,7 @@ from gradsurg.report.study import read_study
 
 FOLDER = Path(__file__).parent / "pictures"
 ROWS = ("both arms at lr 0.4", "each arm at its best lr")
-WIDTH, GAP = 700, 14
+WIDTH, GAP = 470, 14
 
 
 def drawn(chart: charts.Chart, heading: str) -> tuple[str, float]:
@@ -48,10 +48,10 @@ def main(plain: Path, tuned: Path) -> None:
     for folder, row in zip((plain, tuned), ROWS, strict=True):
         frame = compare(read_study(folder)).filter(pl.col("metric") == "test/accuracy")
         frames.append(frame.with_columns(pl.lit(row).alias("arm")))
-    heading = "clip(0.002): mean difference to the control, 95 % interval, and each of 8 seeds"
+    heading = "clip(0.002): mean difference, 95 % interval, each of 8 seeds"
     outcome = drawn(charts.outcome_chart(pl.concat(frames, how="diagonal_relaxed")), heading)
     acted = study.effects.filter(pl.col("transform").cast(pl.String) != "none")
-    heading = "clip(0.002): cosine between each gradient before and after it"
+    heading = "clip(0.002): cosine of each gradient before and after"
     effects = drawn(charts.effect_map(charts.effect_frame(acted)), heading)
     for name, parts in {"outcome": [outcome, effects], "effects": [effects]}.items():
         light = dark = stacked(parts)

@@ -52,7 +52,7 @@ def test_the_task_of_the_page_is_trained_and_an_edited_file_is_another_run(
     command = [*shlex.split(words), *SHORT]
     missing = here(*command)
     assert missing.code == 2
-    assert missing.err == "task.path: must be a file, found 'numbers.csv'\n"
+    assert "columns.Columns.load raised FileNotFoundError: numbers.csv not found" in missing.err
     file = folder / "numbers.csv"
     file.write_text(numbers(0), encoding="utf-8")
     ended = here(*command)

@@ -33,15 +33,12 @@ def commands(page: str) -> list[str]:
 COMMANDS = commands(PAGE)
 TIMM = [line for line in COMMANDS if "timm" in line]
 ELSEWHERE = [line for line in COMMANDS if "columns" in line]  # tests/test_contributing.py runs it
-PARTS = 2
-"""The number of the block with a trigger and an aggregator."""
 
 
 @pytest.fixture
 def own(here: Here, folder: Path) -> Here:
-    """The command in a folder with the page's mine.py and parts.py."""
-    for name, place in (("mine.py", 0), ("parts.py", PARTS)):
-        (folder / name).write_text(blocks("python", PAGE)[place], encoding="utf-8")
+    """The command in a folder with the page's mine.py."""
+    (folder / "mine.py").write_text(blocks("python", PAGE)[0], encoding="utf-8")
     return here
 
 
@@ -64,14 +61,14 @@ def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
     for kind, name, text in (("transform", "soft", option), ("experiment", "all", experiment)):
         (folder / "confs" / kind).mkdir(parents=True)
         (folder / "confs" / kind / f"{name}.yaml").write_text(text, encoding="utf-8")
-    words = shlex.split(option.splitlines()[0].partition(": ")[2])[3:]
+    words = shlex.split(option.splitlines()[0])[4:]
     assert own(*words, *SHORT).code == 0
     assert own("--config-dir", "confs", "experiment=all", *SHORT).code == 0
 
 
 def test_the_transform_that_reads_the_value_is_weight_decay() -> None:
     names: dict[str, Any] = {}  # Any: what the page defines
-    exec(blocks("python", PAGE)[1], names)
+    exec(blocks("python", PAGE)[0], names)
     model = nn.Linear(3, 2)
     with gs.Surgery(gs.Intervention(names["Decay"](0.5), gs.Parameters())).attach(model):
         model(torch.ones(1, 3)).sum().backward()
@@ -95,12 +92,12 @@ def test_the_group_transform_trains() -> None:
 def test_a_trigger_and_an_aggregator_of_ones_own_act_and_are_read_from_a_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts: Any = ModuleType("parts")
-    monkeypatch.setitem(sys.modules, "parts", parts)
-    exec(blocks("python", PAGE)[PARTS], vars(parts))
+    mine: Any = ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    exec(blocks("python", PAGE)[0], vars(mine))
     surgery = gs.Surgery(
-        gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when=parts.Alternate(1)),
-        gs.Intervention(parts.Favour(5.0), gs.SharedParameters()),
+        gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when=mine.Alternate(1)),
+        gs.Intervention(mine.Favour(5.0), gs.SharedParameters()),
     )
     assert gs.from_config(surgery.to_config(), own_code=True) == surgery
     model = nn.Linear(2, 1, bias=False)
@@ -119,7 +116,7 @@ def test_a_trigger_and_an_aggregator_of_ones_own_act_and_are_read_from_a_config(
 
 def test_the_results_are_data_frames(own: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     assert own("transform=clip", *SHORT).code == 0
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"gs": gs}
     exec(blocks("python", PAGE)[-1], names)
     runs = vars(names["study"])["runs"]
     assert isinstance(runs, pl.DataFrame)
@@ -202,12 +199,15 @@ def test_code_is_as_narrow_as_the_site(page: Path) -> None:
 
 
 def test_the_answers_act() -> None:
-    captured, middle = blocks("python", "docs/faq.md")
+    text = (ROOT / "docs/faq.md").read_text("utf-8")
+    (captured,) = re.findall(r"`(gs\.Inter.*gs\.Captured\(\)\))`", text)
+    (middle,) = blocks("python", "docs/faq.md")
     names = plain()
-    names["x"], names["y"] = names["loader"][0]
+    names["x"], names["y"] = x, y = names["loader"][0]
     before = gradients(names)
-    exec(captured, names)
-    torch.testing.assert_close(names["grad"], before[0] / 2)
+    with gs.Surgery(eval(captured)).attach(model := names["model"]):
+        (grad,) = torch.autograd.grad(names["loss_fn"](model(x), y), [model[0].weight])
+    torch.testing.assert_close(grad, before[0] / 2)
     names["model"].zero_grad()
     exec(middle, names)
     first, _, last, _ = (param.grad for param in names["model"].parameters())

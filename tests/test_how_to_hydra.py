@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from torch import Tensor, nn
 
 import gradsurg as gs
@@ -65,9 +66,9 @@ from hydra.utils import instantiate
 def run(config):
     lightning.seed_everything(config.seed)
     model, data = instantiate(config.model), instantiate(config.data)
-    callbacks = [instantiate(one) for one in config.callbacks.values()]
-    instantiate(config.trainer, callbacks=callbacks).fit(model, data)
-    print(callbacks[0].effects.table())
+    callbacks = {name: instantiate(one) for name, one in config.callbacks.items()}
+    instantiate(config.trainer, callbacks=[*callbacks.values()]).fit(model, data)
+    print(callbacks["gradsurg"].effects.table())
     return model
 
 
@@ -176,6 +177,12 @@ def test_the_words_of_the_page_choose_the_parts_of_a_surgery(app: Path) -> None:
     relus, every = gs.Outputs(types="ReLU"), gs.Parameters()
     assert sites == [step, every, step, every, relus, every]
     assert [each.when for each in made.values()] == [gs.Always()] * 5 + [gs.Steps(stop=20)]
+
+
+def test_without_a_word_the_callback_has_no_intervention(app: Path) -> None:
+    for callbacks in ("gradsurg", "own_code"):
+        config = composed(app, f"callbacks={callbacks}")
+        assert instantiate(config.callbacks.gradsurg).surgery == gs.Surgery()
 
 
 @pytest.mark.slow

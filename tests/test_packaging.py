@@ -124,7 +124,6 @@ def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path
     python(tmp_path, *PIP, "wheel", "--no-deps", str(source))
     (wheel,) = tmp_path.glob("*.whl")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"`'{wheel.name}[run]'`" in readme
     python(tmp_path, *PIP, "install", "--no-deps", "--target", str(installed), str(wheel))
     rmtree(source)
     (metadata,) = installed.glob("gradsurg-*.dist-info/METADATA")

@@ -40,7 +40,7 @@ for epoch in range(arguments.epochs):
 @pytest.mark.full
 def test_the_page_shows_what_its_commands_print(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    seeds, dry = (shlex.split(text)[2:] for text in blocks("console", PAGE))
+    dry, seeds = (shlex.split(text)[2:] for text in blocks("console", PAGE))
     sites, shown = blocks("text", PAGE)
     tree = python(tmp_path, *dry).out
     assert tree.endswith(sites)
