@@ -29,8 +29,8 @@ CONTEXTS: Mapping[str, str] = {
     "checkpoint, reentrant": "The layers are in a `checkpoint(..., use_reentrant=True)`.",
     "autocast + GradScaler": "Mixed precision with a loss scale; the scaler is given to `attach`.",
     "accumulation": "Two backward passes before one optimizer step.",
-    "torch.compile inside the block": "The model is compiled after attaching.",
-    "torch.compile before it": "The model was compiled, and called, before attaching.",
+    "torch.compile after attaching": "The model is compiled in the block.",
+    "torch.compile before attaching": "The model was compiled, and called, before attaching.",
     "torch.func": "`torch.func.grad` of a `functional_call` of the model.",
     "double backward": "A gradient is taken with `create_graph=True` and is part of the loss.",
     "autograd.grad": "The gradients come from `torch.autograd.grad`, not from `backward`.",
@@ -146,12 +146,12 @@ def visible_contexts(model: nn.Module) -> list[str]:
     compiled model was called before is taken from the process, which may have called another.
     """
     modules = [*model.modules()]
-    when = "before it" if compiling.has_compiled() else "inside the block"
+    when = "before" if compiling.has_compiled() else "after"
     tests = {
         "DDP": any(isinstance(module, DistributedDataParallel) for module in modules),
         "static_graph": any(vars(module).get("static_graph") for module in modules),
         "FSDP2": any(map(autograd.is_sharded, model.parameters())),
-        f"torch.compile {when}": any(map(compiling.is_compiled, modules)),
+        f"torch.compile {when} attaching": any(map(compiling.is_compiled, modules)),
         "TorchScript": any(isinstance(module, ScriptModule) for module in modules),
     }
     checkpoints = {_checkpoint(module) for module in modules} - {""}

@@ -30,12 +30,13 @@ class PartsOfASum(Pitfall):
 
     cells = (
         Cell("accumulation", RUNNING).warned(
-            "each pass acts on the running sum, with its own earlier results. "
+            "each backward pass transforms the sum so far, with its own earlier results in it. "
             "Use stage='step' for the sum of all passes, or stage='backward' for each alone."
         ),
         Cell("accumulation, not linear", f"{RUNNING} Parameters.backward").warned(
-            "site '{site}' had {number} gradients in one {period}, and the transform is not known "
-            "to be linear on their sum. Use stage='step' for the sum."
+            "site '{site}' had {number} gradients in one {period}. Each was transformed, and "
+            "their sum is not the transformed sum, unless the transform is linear. "
+            "Use stage='step' for the sum."
         ),
     )
 
