@@ -6,7 +6,6 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
-from itertools import takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -113,15 +112,8 @@ def similar(name: str, choices: Sequence[str]) -> list[str]:
     plain = {choice.lower(): choice for choice in choices}
     key = name.lower()
     close = get_close_matches(key, plain, MOST_SIMILAR)
-    close.sort(key=lambda each: (_edits(key, each), -_same_letters(key, each)))
+    close.sort(key=lambda each: (_edits(key, each), key[:2] != each[:2]))
     return [plain[each] for each in close if _ratio(key, each) >= _ratio(key, close[0]) - TIE][:2]
-
-
-def _same_letters(first: str, second: str) -> int:
-    """Return how many letters two names begin with together."""
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    )
 
 
 def _ratio(first: str, second: str) -> float:

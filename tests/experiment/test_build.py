@@ -68,7 +68,7 @@ def test_a_metric_is_checked_also_if_all_runs_have_finished(tmp_path: Path) -> N
     words = ("steps=1", "log_every=1", "eval_every=1", f"out={tmp_path}", "metric=test/acuracy")
     for run in built(*words[:-1]).runs:
         execute(run, tmp_path, [])
-    with pytest.raises(ConfigError, match="metric: there is no test/acuracy"):
+    with pytest.raises(ConfigError, match="There is no test/acuracy"):
         built(*words)
 
 

@@ -47,7 +47,7 @@ WRONG = (
         " more: python -m gradsurg.run --list transform",
     ),
     Wrong("task=digit", "task: did you mean 'digits'? There is no 'digit'. ", "--list task"),
-    Wrong("model=mpl", "model: did you mean 'mlp'? There is no 'mpl'. ", "resnet, rnn, vit."),
+    Wrong("model=mpl", "model: did you mean 'mlp'? There is no 'mpl'. ", "--list model"),
     Wrong("site=node", "site: did you mean 'nodes'? There is no 'node'. ", "--list site"),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
