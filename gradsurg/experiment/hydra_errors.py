@@ -23,15 +23,21 @@ from gradsurg.plugins.registry import HYDRAS
 from hydra_plugins.gradsurg_dotted.dotted_source import LISTS
 
 RULES = (
-    (r"Ambiguous value for argument '(logger=(.+))'", r"\1: a list is written logger=[\2]"),
-    (r"Ambiguous value for argument '(.+)'", r"\1: several values need a sweep. Add -m"),
-    (r"Could not delete '(transform|logger)'.*", r"\1: cannot be taken out; '\1=[]' empties it"),
+    (r"Ambiguous value for argument '(logger=(.+))'", r"\1: write 'logger=[\2]', a list"),
+    (r"Ambiguous value for argument '(.+)'", r"\1: add -m: several values need a sweep"),
+    (
+        r"Could not delete '(transform|logger)'.*",
+        r"\1: write '\1=[]' to empty it; it cannot be taken out",
+    ),
     (r"Error resolving .* '\$\{task\}_\$\{optimizer\}'.*", "task, optimizer: both are required"),
     (
         r"Could not delete from config\. '(.+)' does not exist\.",
         r"\1: there is no such key",
     ),
-    (r"Could not append to config\. An item is already at '(.+)'\.", r"\1: exists; omit the +"),
+    (
+        r"Could not append to config\. An item is already at '(.+)'\.",
+        r"\1: omit the +: the key exists",
+    ),
     (
         r"Could not override '(.+)'\. No match in the defaults list\.",
         r"\1: this config has one as a whole. Change its fields by \1.<field>=..",
@@ -87,7 +93,7 @@ def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
     if extra := PLUG_INS.get(group, {}).get(name):
         return how_to_install(f"'{name}'", extra)
     if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
-        return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
+        return f"write {group}={name}.<name>, with a class or function in {name}.py"
     return no_option(group, name, options)
 
 
@@ -142,7 +148,7 @@ def _missing_key(path: str, key: str, place: object) -> str:
         chosen = f"'{group}=[{','.join([*keys, key])}]'" if keys else f"{group}={key}"
         beside = f" beside '{', '.join(keys)}'" if keys else ""
         alone = "; in a sweep give its field in a command of its own" if keys else ""
-        return f"'{key}' is not chosen{beside}; add {chosen}{alone}"
+        return f"add {chosen}: '{key}' is not chosen{beside}{alone}"
     if not keys:
         return f"there is no key '{key}': {'.'.join(parts[:depth])} has no keys below"
     inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys

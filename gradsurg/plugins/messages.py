@@ -13,7 +13,7 @@ from typing import TextIO
 
 TEXT_WIDTH = 100
 """Columns of text that is not printed to a terminal."""
-NAMES_WIDTH = 60
+NAMES_WIDTH = 48
 """Columns of the names in an error message."""
 MOST_SIMILAR, TIE = 5, 0.085
 """Names that are compared with a wrong one, and the difference of ratios that count as equal."""

@@ -54,7 +54,7 @@ def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
     text = gs.sites.outcomes(gs.Parameters(stage="step") | gs.Nodes("Relu"))
     assert "Parameters (step) acts in: eager; in-place consumer" in text
     assert "Nodes (backward, enter) acts in: eager" in text
-    assert "  refused in torch.compile after attaching: compiled code runs as one node." in text
+    assert "  refused (torch.compile after attaching): compiled code runs as one node." in text
     assert "FSDP2: sharded" not in text
     assert "{" not in text
 
@@ -123,7 +123,7 @@ def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str) -> None:
 def test_a_plan_has_the_cells_of_the_contexts_that_are_seen() -> None:
     at = gs.Nodes("Relu")
     surgery, cell = gs.Surgery(gs.Intervention(gs.Scale(2.0), at)), pitfalls.cell(at, COMPILED)
-    expected = f"  {cell.kinds.replace('.', ' ')} {cell.outcome} in {COMPILED}: {cell.text}"
+    expected = f"  {cell.kinds.replace('.', ' ')} {cell.outcome} ({COMPILED}): {cell.text}"
     assert expected in surgery.plan(torch.compile(small(), backend="eager"))  # type: ignore[arg-type]
     assert COMPILED not in surgery.plan(small())
 

@@ -88,7 +88,7 @@ WRONG = (
         "site.of.0.types: there is no key 'types'. There are: pattern.",
         "'+site.of.0.types=...' adds it.",
     ),
-    Wrong("~transform", "transform: cannot be taken out; 'transform=[]' empties it"),
+    Wrong("~transform", "transform: write 'transform=[]' to empty it; it cannot be taken out"),
     Wrong("steps=5 steps=6", "steps: is given twice, steps=5 and steps=6"),
     Wrong("site=[parameters,outputs]", "site: takes one option, found [parameters, outputs]"),
     # values of fields
@@ -178,7 +178,7 @@ WRONG = (
     ),
     Wrong(
         "transform=sign transform.clip.value=1",
-        "transform.clip.value: 'clip' is not chosen beside 'sign'; add 'transform=[sign,clip]'",
+        "transform.clip.value: add 'transform=[sign,clip]': 'clip' is not chosen beside 'sign'",
     ),
     # what would never act
     Wrong(

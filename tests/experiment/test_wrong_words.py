@@ -46,7 +46,7 @@ CLIP = "transform=clip"
         (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
         (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
         (("-m", CLIP, "seed=range(0,100000)"), "seed: over 10,000 values need yes=true"),
-        (("logger=wandb,console",), "logger=wandb,console: a list is written logger=[wandb,"),
+        (("logger=wandb,console",), "logger=wandb,console: write 'logger=[wandb,console]', "),
         (
             ("clip.value=0.1",),
             "clip.value: did you mean transform=clip transform.clip.value=..? There",
@@ -118,11 +118,11 @@ def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
     (folder / "mine.py").write_text("def halve(grad):\n    return grad / 2\n", encoding="utf-8")
     told = {
         "transform=clpi": "transform: did you mean 'clip' or 'clamp'? There is no 'clpi'. ",
-        "transform=mine": "transform: mine.py is a module; name a class or function in it: ",
+        "transform=mine": "transform: write transform=mine.<name>, with a class or ",
         "transfrom=clip": "transfrom: did you mean 'transform'? ",
         "transform=clip; transform.value=1": "transform.value: did you mean transform.clip.value? ",
-        "transform=clip; --seeds; 3": "--seeds: is a key, not an option. Write seeds=3",
-        "transform=clip,sign": "transform=clip,sign: several values need a sweep. Add -m",
+        "transform=clip; --seeds; 3": "--seeds: write seeds=3, a key, not a flag",
+        "transform=clip,sign": "transform=clip,sign: add -m: several values need a sweep",
         "-m; transform=glob(zz*)": "transform=glob(zz*): sweeps over no value. ",
         "clip": "clip: is not key=value",
         "when=thrshold": "when: did you mean 'threshold'? ",
@@ -132,6 +132,7 @@ def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
     assert ended.stdout.split() == ["2"] * len(told)
     for line, start in zip(ended.stderr.splitlines(), told.values(), strict=True):
         assert line.startswith(start)
+        assert len(line) <= 160, "two lines of a terminal"
 
 
 def test_many_runs_are_counted_and_timed_before_they_start(

@@ -204,10 +204,10 @@ def test_an_unknown_name_gives_the_suggestion_first_and_a_whole_command(
     listed = unknown(fault, "nme7", NAMES, listed_by="--list names")
     assert listed == f"{said} All: python -m gradsurg.run --list names"
     assert unknown(fault, "qqq", ["clip"]) == f"{fault}. There are: clip."
-    few = ", ".join(NAMES[:8])
+    few = ", ".join(NAMES[:7])
     more = unknown(fault, "qqq", NAMES, listed_by="--list names")
     assert (
-        more == f"{fault}. There are: {few}, ... and 32 more: python -m gradsurg.run --list names"
+        more == f"{fault}. There are: {few}, ... and 33 more: python -m gradsurg.run --list names"
     )
     monkeypatch.setattr(sys, "argv", ["gradsurg run"])
     assert unknown(fault, "nme7", NAMES, listed_by="--list names").endswith(

@@ -27,7 +27,7 @@ class Sharded(Pitfall):
             "Use a mesh of one dimension."
         ),
         Cell("FSDP2, resumed", "Parameters", ValueError).refused(
-            "resume with {made} processes: the state has the parts of so many, "
+            "resume with {made} processes: the state holds the parts of {made} processes, "
             "found {found} processes."
         ),
         Cell("FSDP2, accumulated", "Parameters", ValueError).refused(

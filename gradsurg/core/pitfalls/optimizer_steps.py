@@ -1,4 +1,4 @@
-"""Step hooks belong to one optimizer, and run around its `step` alone."""
+"""Step hooks belong to one optimizer, and run only around its `step`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

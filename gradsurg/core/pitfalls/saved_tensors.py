@@ -39,7 +39,7 @@ class OnePair(Pitfall):
             "PyTorch has no saved-tensor hooks inside torch.func. Use Activations."
         ),
         Cell("double backward", "SavedTensors").refused(
-            "PyTorch cannot differentiate a change of a saved tensor, as create_graph=True needs. "
+            "with create_graph=True PyTorch would have to differentiate the change, and cannot. "
             "Use Activations, or no create_graph."
         ),
     )
