@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 import gradsurg
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
 COMMANDS = {
@@ -42,8 +42,8 @@ def main() -> None:
     elif name == "--version":
         print(f"gradsurg {gradsurg.__version__}")
     else:
-        unknown = f"gradsurg: there is no command '{name}'. {nearest(name, [*COMMANDS])}"
-        print(unknown if name else HELP, file=sys.stderr)
+        fault = unknown(f"there is no command '{name}'", name, [*COMMANDS])
+        print(f"gradsurg: {fault}" if name else HELP, file=sys.stderr)
         sys.exit(2)
 
 

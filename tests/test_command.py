@@ -40,10 +40,10 @@ def test_help_of_no_command_imports_torch_or_a_library_of_reports() -> None:
     ("words", "stderr"),
     [
         ((), "usage: gradsurg COMMAND ..."),
-        (("rnu",), "gradsurg: there is no command 'rnu'. Did you mean 'run'? There are: run, "),
-        (("run", "--list", "nothing"), "--list: there is no group 'nothing' to list, and no "),
-        (("script", "transfrom=clip", "--", "train.py"), "train.py: there is no such script. "),
-        (("report", "nowhere"), "there is no folder nowhere"),
+        (("rnu",), "gradsurg: did you mean 'run'? There is no command 'rnu'. "),
+        (("run", "--list", "nothing"), "There is no group or option 'nothing'.\n"),
+        (("script", "transform=clip", "--", "no.py"), "no.py: there is no such script"),
+        (("report", "nowhere"), "there is no folder 'nowhere'"),
         (("reproduce", "nothing2000"), "there is no experiment 'nothing2000'. There are: "),
     ],
 )

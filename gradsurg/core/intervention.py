@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.parameters import Parameters
@@ -492,7 +492,9 @@ def labels_of(intervention: Intervention, others: Iterable[Sequence[str]] = ()) 
 def _replaced(link: Transform, label: str, changes: Mapping[str, object]) -> Transform:
     known = [field.name for field in fields(link)] if hasattr(link, "__dataclass_fields__") else []  # pyright: ignore[reportArgumentType]
     wrong = [
-        (key, f"is not a field here. {nearest(key, known)}") for key in changes if key not in known
+        (key, unknown(f"there is no field '{key}'", key, known))
+        for key in changes
+        if key not in known
     ]
     if wrong:
         raise FieldError(label, wrong)

@@ -63,7 +63,7 @@ def _contexts(item: Intervention, model: nn.Module) -> list[str]:
     """Return a line for each cell of the table of contexts that applies, and one on compiling."""
     cells = visible_cells(item.at, model, "" if item.aggregator else item.stage)
     lines = [
-        f"  {cell.kinds.replace('.', ' ')} {cell.outcome} in {cell.context}: {cell.text}"
+        f"  {cell.kinds.replace('.', ' ')} {cell.outcome} ({cell.context}): {cell.text}"
         for cell in dict.fromkeys(cells)
     ]
     if item.aggregator is None and any(map(compiling.is_compiled, model.modules())):

@@ -44,7 +44,7 @@ from gradsurg.experiment.tuning import (
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
@@ -194,9 +194,10 @@ def _check_combinations(
     for trigger in (part for each in experiment.interventions for part in each.when.parts):
         known = list(task.names) if isinstance(task, MultiTask) else []
         if isinstance(trigger, ForTask) and trigger.task not in known:
-            choices = nearest(trigger.task, known) if known else "The task has one loss."
+            fault = f"there is no loss '{trigger.task}'"
+            one = f"{fault}. The task has one loss."
+            rule = unknown(fault, trigger.task, known) if known else one
             with errors.at("when"):
-                rule = f"there is no loss '{trigger.task}'. {choices}"
                 raise FieldError(trigger, [("task", rule)])
     for each in experiment.interventions if settings.precision == "float16" else ():
         with errors.at("site" if each is item else "aggregator"):

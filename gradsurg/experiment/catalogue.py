@@ -27,7 +27,7 @@ from shutil import get_terminal_size
 from typing import Any, get_args
 
 from gradsurg.effects.tables import aligned
-from gradsurg.plugins.messages import folded, one_line, terminal_width
+from gradsurg.plugins.messages import folded, one_line, terminal_width, unknown
 from gradsurg.plugins.registry import CONFIG_DIR, GROUPS, HYDRAS, find, name_of, names
 
 FILE = Path(__file__).with_suffix(".json")
@@ -95,7 +95,8 @@ class Catalogue(tuple[Entry, ...]):
         """Format the number of entries of each group, and the command that lists them."""
         counts = Counter(entry.group for entry in self).items()
         lines = [f"python -m gradsurg.run --list {key:<12} {n:>3} options" for key, n in counts]
-        lines.append("python -m gradsurg.run --list weight decay     options that words describe")
+        by_words = "python -m gradsurg.run --list weight decay"
+        lines.append(f"{by_words}     options described by these words")
         return "\n".join([*lines, "With --json: all fields, as JSON."])
 
     def json(self) -> str:
@@ -117,7 +118,7 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
     entries = [Entry(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
     for config_dir in config_dirs:
         if not os.path.isdir(config_dir):  # False for a name that is too long, too
-            raise LookupError(f"there is no folder {config_dir}")
+            raise LookupError(f"there is no folder '{config_dir}'")
         entries += _of_folder(config_dir, is_own=True)
     wanted = ALIASES.get(asked[0], asked[0]) if asked else ""
     if not asked or wanted in LISTED:
@@ -169,12 +170,13 @@ def _is_in(words: Sequence[str], word: str) -> bool:
 def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
     """Return the message for words that describe no option, with similar names."""
     missing = [word for word in asked if not _found(entries, [word])]
-    fault = " or ".join(f"'{word}'" for word in missing) or "all these words"
+    words = " or ".join(f"'{word}'" for word in missing)
+    fault = f"there is no group or option {words}" if words else "no option has all these words"
     known = [*LISTED, *ALIASES, *(name for one in entries for name in (one.name, *one.also))]
     close = [one for word in missing for one in get_close_matches(word.lower(), {*known}, 1, 0.7)]
-    question = " Did you mean '" + "' or '".join(close) + "'?" if close else ""
-    text = f"there is no group '{' '.join(asked)}' to list, and no option with {fault}."
-    return f"{text}{question} The groups are: {', '.join(LISTED)}."
+    if close:
+        return unknown(fault, "", close, close)
+    return f"{fault}. The groups are: {', '.join(LISTED)}."
 
 
 def measured() -> Catalogue:
@@ -271,11 +273,15 @@ def _table(entries: Sequence[Entry], width: int) -> str:
         rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
     legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
     if any(entry.preset_of for entry in entries):
-        legend.append("(name): a preset of that one, with other fields")
+        legend.append("(name): this option is the class of that name with other fields")
     if any({*stages} > {*entry.stages} > set() for entry in entries):
         legend.append(f"[..]: the stages at which it acts, if not all: {', '.join(stages)}")
+    examples = (one.command for one in entries if f" {one.group}." in one.command)
+    if command := next(examples, ""):
+        words = command.removeprefix("python -m gradsurg.run ")
+        legend.append(f"Fields are shown with their defaults; to set one: {words}")
     lines = [folded(text, width) for text in legend if text]
-    return "\n".join([aligned(rows, len(rows[0]), width), *[""] * bool(lines), *lines])
+    return "\n".join([*lines, *[""] * bool(lines), aligned(rows, len(rows[0]), width)])
 
 
 def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
@@ -287,8 +293,13 @@ def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
         text += f" [{'not ' if few is missing else ''}{', '.join(few)}]"
     number = f", arXiv {entry.url.removeprefix(ARXIV)}" if entry.url else ""
     text = f"{text}. {entry.paper}{number}" if entry.paper else text
-    fields = _shown(entry)
-    return f"{text}. {fields}" if fields else text
+    shown = ": ".join(filter(None, (_class(entry), _shown(entry))))
+    return f"{text}. {shown}" if shown else text
+
+
+def _class(entry: Entry) -> str:
+    """Return the name of the class of an option; the purpose of those of PyTorch names theirs."""
+    return entry.target.rpartition(".")[2] if entry.group in FOLDERS else ""
 
 
 def _shown(entry: Entry) -> str:

@@ -147,7 +147,7 @@ def _help() -> str:
     loader = GlobalHydra.instance().config_loader()
     options = {group: loader.get_group_options(group) for group in loader.list_groups("")}
     shown = [group for group in options if group not in (PRESETS, RATE, "hydra")]
-    return template([f"{group}: {', '.join(options[group])}" for group in shown])
+    return template({group: options[group] for group in shown})
 
 
 def _with_key(options: object) -> object:

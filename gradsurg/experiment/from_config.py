@@ -18,7 +18,7 @@ from gradsurg.experiment.making import Faults, make
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.plugins.registry import CALLED, SEQUENCE, find, is_own, name_of, names, snake
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.places import Selector
@@ -278,7 +278,8 @@ def _unknown_keys(config: Any) -> Faults:  # Any: what YAML can hold
     ):
         for key in given if isinstance(given, Mapping) else ():
             if key not in known:
-                yield joined(place, key), f"is not a key of a surgery. {nearest(key, [*known])}"
+                fault = f"a surgery has no key '{key}'"
+                yield joined(place, key), unknown(fault, str(key), [*known])
 
 
 def _is_plugin(target: str) -> bool:

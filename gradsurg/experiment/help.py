@@ -1,16 +1,18 @@
 """The help text of the command line, and the descriptions of the short keys that it prints.
 
-Hydra fills the template with the config; it imports no torch.
+It imports no torch.
 """
 
 import ast
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 
 SCHEMA = Path(__file__).with_name("settings.py")
 INDENT, WIDTH = 23, 79
+MOST_LINES = 3  # of the names of a group
 HEAD = """\
 Train a small model with a gradient transform and, with the same seeds,
 without it; compare the two.
@@ -22,23 +24,34 @@ without it; compare the two.
   python -m gradsurg.run aggregator=pcgrad task=overlay model=multi_head
   python -m gradsurg.run -m transform=clip,sign model=mlp,convnet study=first
 
-Groups. Choose one option with group=option. transform and logger take
-lists: 'transform=[clip,noise]'. A table of the options of a group, with
-their purpose, fields and paper: --list transform (or site, ..). Options by
-meaning: --list sparse, --list weight decay.
+Flags:
 
-  transform   the change to a gradient; several act in this order
+  -m                train each combination of the values listed with commas
+  --list [GROUP]    print the options of a group with their purpose, fields
+                    and paper, or those that words describe: --list sparse,
+                    --list weight decay; --json prints all of it as JSON
+  --config-dir DIR  add the yaml files in DIR/transform, DIR/model and so on
+  --cfg job         print the whole config with your changes, and stop
+
+Groups. Choose one option of a group with group=option, such as
+site=outputs. transform and logger take lists: 'transform=[clip,noise]'.
+
+  transform   the change to a gradient; several act in this order. Without
+              one, and without an aggregator, a run is trained that is
+              compared with nothing
   site        where it acts: parameters, outputs or inputs of modules,
               autograd nodes, activations ..
   when        the condition under which it acts: steps, epochs, batch
-              size, values .. (or the aggregator, without a transform)
+              size, values .. With an aggregator and no transform, the
+              condition under which the aggregator acts
   aggregator  how the gradients of several tasks become one: pcgrad,
               cagrad, mgda, upgrad ..
   model       the network
   task        the data, the loss and the metrics
   optimizer   one of torch.optim
   schedule    the learning rate over the optimizer steps
-  logger      where numbers go in addition to the files of the run
+  logger      where numbers go, besides the files in OUT/STUDY
+  experiment  settings of several groups: a paper's method or a study
 
 {groups}
 
@@ -46,38 +59,70 @@ Your own transform, aggregator, model, task or trigger: give its dotted
 path, transform=my_module.MyTransform, or put yaml files into a folder and
 add --config-dir.
 
-Keys. Change one with key=value:
+Keys. Change one with key=value. The default is in brackets; null is no
+value.
 
 """
-TAIL = """
-
-Groups and keys as they are now:
-
-$CONFIG
-"""
 
 
-def template(groups: Sequence[str]) -> str:
-    """Return the template of Hydra's help, with a line for the options of each group."""
-    shared = {f"shared.{key}": text for key, text in described("Shared").items()}
-    keys = described("Settings") | shared
-    lines = [folded(f"  {key:<{INDENT - 2}}", text, " " * INDENT) for key, text in keys.items()]
-    return HEAD.format(groups="\n".join(groups)) + "\n".join(lines) + TAIL
+def template(options: Mapping[str, Sequence[str]]) -> str:
+    """Return the template of Hydra's help, for the options of each group."""
+    groups = "\n".join(_names(group, names) for group, names in options.items())
+    texts = described("Settings") | _below("shared", described("Shared"))
+    defaults = _defaults("Settings") | _below("shared", _defaults("Shared"))
+    lines = [
+        folded(f"  {key:<{INDENT - 2}}", f"{text}{defaults.get(key, '')}", " " * INDENT)
+        for key, text in texts.items()
+    ]
+    return HEAD.format(groups=groups) + "\n".join(lines) + "\n"
+
+
+def _names(group: str, names: Sequence[str]) -> str:
+    """Return the options of a group in a few lines."""
+    whole = folded(f"{group}: ", ", ".join(names), "  ")
+    if whole.count("\n") < MOST_LINES:
+        return whole
+    end = f", ... and {{}} more: --list {group}"
+    shown = [*names]
+    while folded(f"{group}: ", ", ".join(shown) + end, "  ").count("\n") >= MOST_LINES:
+        shown.pop()
+    text = ", ".join(shown) + end.format(len(names) - len(shown))
+    return folded(f"{group}: ", text, "  ")
+
+
+def _below(group: str, texts: Mapping[str, str]) -> dict[str, str]:
+    return {f"{group}.{key}": text for key, text in texts.items()}
 
 
 def described(name: str) -> dict[str, str]:
-    """Return the text below each field of a class of the schema, on one line.
+    """Return the text below each field of a class of the schema, on one line."""
+    texts = {}
+    for field, below in pairwise(_body(name)):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+def _defaults(name: str) -> dict[str, str]:
+    """Return the default of each field of a class of the schema as ` [0.1]`, if it is a literal."""
+    texts = {}
+    for field in _body(name):
+        match field:
+            case ast.AnnAssign(target=ast.Name(name), value=ast.Constant(value)):
+                shown = value if isinstance(value, str) and value else json.dumps(value)
+                texts[name] = f" [{shown}]"
+    return texts
+
+
+def _body(name: str) -> list[ast.stmt]:
+    """Return the statements of a class of the schema.
 
     The schema is read without importing it, because it imports a library that help does not need.
     """
     module = ast.parse(SCHEMA.read_text(encoding="utf-8"))
     classes = {one.name: one for one in module.body if isinstance(one, ast.ClassDef)}
-    texts = {}
-    for field, below in pairwise(classes[name].body):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                texts[name] = " ".join(text.split())
-    return texts
+    return classes[name].body
 
 
 def folded(begin: str, text: str, later: str, width: int = WIDTH) -> str:

@@ -18,24 +18,31 @@ from gradsurg.experiment.compose import GROUPS, files_of, first_line
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import PLUG_INS
 from gradsurg.plugins.extras import how_to_install
-from gradsurg.plugins.messages import full_message, nearest, printable
+from gradsurg.plugins.messages import full_message, no_key, printable, similar, unknown
 from gradsurg.plugins.registry import HYDRAS
 from hydra_plugins.gradsurg_dotted.dotted_source import LISTS
 
-NO_KEY = "is not a key here."
-
 RULES = (
-    (r"Ambiguous value for argument '(logger=(.+))'", r"\1: a list is written logger=[\2]"),
-    (r"Ambiguous value for argument '(.+)'", r"\1: several values need a sweep. Add -m"),
-    (r"Could not delete '(transform|logger)'.*", r"\1: cannot be taken out; '\1=[]' empties it"),
+    (r"Ambiguous value for argument '(logger=(.+))'", r"\1: write 'logger=[\2]', a list"),
+    (r"Ambiguous value for argument '(.+)'", r"\1: add -m: several values need a sweep"),
+    (
+        r"Could not delete '(transform|logger)'.*",
+        r"\1: write '\1=[]' to empty it; it cannot be taken out",
+    ),
     (r"Error resolving .* '\$\{task\}_\$\{optimizer\}'.*", "task, optimizer: both are required"),
-    (r"Could not delete from config\. '(.+)' does not exist\.", r"\1: is not a key here"),
-    (r"Could not append to config\. An item is already at '(.+)'\.", r"\1: exists; omit the +"),
+    (
+        r"Could not delete from config\. '(.+)' does not exist\.",
+        r"\1: there is no such key",
+    ),
+    (
+        r"Could not append to config\. An item is already at '(.+)'\.",
+        r"\1: omit the +: the key exists",
+    ),
     (
         r"Could not override '(.+)'\. No match in the defaults list\.",
         r"\1: this config has one as a whole. Change its fields by \1.<field>=..",
     ),
-    (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
+    (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder '\1'"),
     (r"Cannot find primary config '(.+?)'.*", r"--config-name: there is no config '\1'"),
 )
 """Patterns of the first line of Hydra's messages, and the line that replaces each."""
@@ -86,7 +93,7 @@ def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
     if extra := PLUG_INS.get(group, {}).get(name):
         return how_to_install(f"'{name}'", extra)
     if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
-        return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
+        return f"write {group}={name}.<name>, with a class or function in {name}.py"
     return no_option(group, name, options)
 
 
@@ -95,7 +102,7 @@ def no_option(group: str, name: str, options: Sequence[str]) -> str:
     from gradsurg.experiment.catalogue import LISTED, also_named  # slow to load for --help
 
     listed_by = f"--list {group}" if group in LISTED else ""
-    return f"there is no '{name}'. {nearest(name, options, also_named(group, name), listed_by)}"
+    return unknown(f"there is no '{name}'", name, options, also_named(group, name), listed_by)
 
 
 def _unreadable(error: OverrideParseException) -> str:
@@ -130,7 +137,7 @@ def _missing_key(path: str, key: str, place: object) -> str:
         return f"'{key}' is not a key of this launcher; choose one: hydra/launcher=joblib"
     if not isinstance(place, DictConfig):
         length = f" of {len(place)}" if isinstance(place, ListConfig) else ""
-        return f"{NO_KEY} There is no '{key}' in this list{length}."
+        return f"there is no '{key}' in this list{length}"
     parts = path.split(".")
     if key not in parts:  # in the mapping that is given as value
         return f"cannot get keys that it lacks. Replace it as a whole: ~{path} '+{path}={{...}}'"
@@ -141,22 +148,22 @@ def _missing_key(path: str, key: str, place: object) -> str:
         chosen = f"'{group}=[{','.join([*keys, key])}]'" if keys else f"{group}={key}"
         beside = f" beside '{', '.join(keys)}'" if keys else ""
         alone = "; in a sweep give its field in a command of its own" if keys else ""
-        return f"'{key}' is not chosen{beside}; add {chosen}{alone}"
+        return f"add {chosen}: '{key}' is not chosen{beside}{alone}"
     if not keys:
-        return f"{NO_KEY} {'.'.join(parts[:depth])} has no keys below."
+        return f"there is no key '{key}': {'.'.join(parts[:depth])} has no keys below"
     inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys
-    above = ".".join([*parts[:depth], ""])
+    above, below = ".".join([*parts[:depth], ""]), ".".join(parts[depth:])
+    absent = f"There is no key '{path}'"
     for name, value in inside.items():
         if isinstance(value, Mapping) and key in value and name != "hydra":
-            return f"{NO_KEY} Is it {above}{name}.{'.'.join(parts[depth:])}?"
+            return f"did you mean {above}{name}.{below}? {absent}"
     for group in GROUPS if depth == 0 and len(parts) > 1 else ():
         if key in files_of(group):
-            return f"{NO_KEY} '{key}' is an option: {group}={key} {group}.{path}=.."
+            return f"did you mean {group}={key} {group}.{path}=..? {absent}"
     chosen = inside.get("transform") if depth == 0 else None
     for name, fields in chosen.items() if isinstance(chosen, Mapping) else ():
         if isinstance(fields, Mapping) and key in fields:
-            return f"{NO_KEY} Is it transform.{name}.{path}?"
-    choices = nearest(key, keys)
-    is_field = 0 < depth == len(parts) - 1 and "Did you mean" not in choices
+            return f"did you mean transform.{name}.{path}? {absent}"
+    is_field = 0 < depth == len(parts) - 1 and not similar(key, keys)
     hint = f" '+{path}=...' adds it." if is_field else ""
-    return f"'{key}' {NO_KEY} {choices}{hint}"
+    return no_key(key, keys, "" if depth else "--help") + hint

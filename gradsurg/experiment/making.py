@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from gradsurg.experiment.errors import joined
 from gradsurg.experiment.own_code import import_path, site_hint
 from gradsurg.plugins.fields import FieldError, check_booleans, unknown_fields
-from gradsurg.plugins.messages import nearest, one_line, place_in_user_code
+from gradsurg.plugins.messages import one_line, place_in_user_code, similar, unknown
 from gradsurg.plugins.registry import HYDRAS, find, is_own, names
 from gradsurg.sites.places import Selector
 from gradsurg.tasks.base import Task
@@ -171,8 +171,10 @@ def _missing(target: str, base: type, error: ImportError) -> str:
     """Return the fault of a dotted path to nothing, with the classes that may be meant."""
     if target.startswith("gradsurg.") and target.count(".") == 1:
         folder = FOLDERS.get(base, "aggregators")
-        classes = [f"gradsurg.{find(folder, stem).__name__}" for stem in names(folder)]
-        return f"there is no '{target}'. {nearest(target, classes)}"
+        classes = [find(folder, stem).__name__ for stem in names(folder)]
+        near = [f"gradsurg.{name}" for name in similar(target.partition(".")[2], classes)]
+        whole = [f"gradsurg.{name}" for name in classes]
+        return unknown(f"there is no '{target}'", "", whole, near)
     return f"{error}{site_hint(target) if base is Selector else ''}"
 
 

@@ -59,9 +59,9 @@ def _typing(words: Sequence[str]) -> Iterator[str]:
     for before, word, value in zip(["", *words], words, [*words[1:], ""], strict=False):
         key, _, given = word.removeprefix("--").partition("=")
         if word.startswith("--") and key in keys:
-            yield f"{word}: is a key, not an option. Write {key}={given or value}"
+            yield f"{word}: write {key}={given or value}, a key, not a flag"
         if word.startswith("=") or (before in keys and word == "="):
-            yield f"{before}: no spaces around =. Write {before}={given or value}"
+            yield f"{before}: write {before}={given or value}, without spaces around ="
 
 
 def _repeated_keys(words: Sequence[str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from gradsurg.experiment.errors import leaves
-from gradsurg.plugins.messages import nearest, one_line
+from gradsurg.plugins.messages import one_line, unknown
 from gradsurg.plugins.registry import is_own
 
 DYNAMIC = {"*", "__getattr__", "globals", "exec", "vars", "setattr"}
@@ -128,4 +128,4 @@ def _no_module(name: str) -> ImportError:
 
 def _no_name(module_name: str, name: str, own: list[str]) -> ImportError:
     choices = [each for each in own if not each.startswith("_")]
-    return ImportError(f"{module_name} has no '{name}'. {nearest(name, choices)}")
+    return ImportError(unknown(f"there is no '{name}' in {module_name}", name, choices))

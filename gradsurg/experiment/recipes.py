@@ -17,7 +17,7 @@ import yaml
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.from_config import KEYS, from_config
-from gradsurg.plugins.messages import nearest, one_line
+from gradsurg.plugins.messages import one_line, unknown
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
@@ -54,8 +54,8 @@ def load(
     preset = files_of(PRESETS).get(str(recipe))
     path = preset or files_of(FOLDER).get(str(recipe), Path(recipe))
     if str(recipe).isidentifier() and not path.is_file():
-        near = nearest(str(recipe), recipes(), listed_by="--list experiment")
-        raise LookupError(f"there is no recipe '{recipe}'. {near}")
+        fault, name = f"there is no recipe '{recipe}'", str(recipe)
+        raise LookupError(unknown(fault, name, recipes(), listed_by="--list experiment"))
     try:
         if preset is None and (fault := _fault(path)):
             raise ConfigError([fault])

@@ -19,7 +19,7 @@ from gradsurg.experiment.errors import leaves
 from gradsurg.experiment.grid import Grid
 from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
-from gradsurg.plugins.messages import nearest, one_line
+from gradsurg.plugins.messages import no_key, one_line
 from gradsurg.stats import parse_margin
 
 Config = Mapping[str, Any]  # Any: what a YAML file can hold
@@ -171,10 +171,11 @@ class Shared:
     """
     engine: str = "full"
     """full: a backward pass per task; feature: aggregate the gradients of a shared representation
-    (accumulate=1)
+    (needs accumulate=1)
     """
     features: str = ""
-    """with feature: the module whose output is the representation, as relu of model=multi_head"""
+    """with feature: the module whose output is the representation, such as relu of model=multi_head
+    """
     reduce: str = "mean"
     """under torchrun: aggregate the mean gradients; or local: in each process, and average the
     results
@@ -200,7 +201,8 @@ class Settings:
     accumulate: Positive = 1
     """batches per step; their mean loss is minimised"""
     lr: Annotated[float, Field(gt=0)] | None = None
-    """learning rate; null: the optimizer's own"""
+    """learning rate; null: the rate stored for this task and optimizer, otherwise the optimizer's
+    """
     precision: Precision = "float32"
     """of the forward pass: float32, bfloat16 or float16 (with a GradScaler, on CUDA)"""
     compile: bool = False
@@ -212,17 +214,19 @@ class Settings:
     seed: Natural | None = None
     """train with this seed only"""
     splits: Positive = 1
-    """number of splits of the data: task.split_seed + 0, 1, ..; the first trains with the seeds 0,
-    1, .., the second with 1000, 1001, ..; the report compares within each, and over them
+    """number of train/test splits: task.split_seed, the next one, and so on. The first trains with
+    the seeds 0, 1, .., the second with 1000, 1001, .. The report compares the arms within each
+    split, and over all of them
     """
     control: Annotated[ControlKind | tuple[ControlKind, ...], BeforeValidator(_control)] = "plain"
     """the arm to compare with. plain: no surgery; norm_matched: plain gradients scaled to the norm
     of the treated ones; update_norm_matched: the same for the updates of the optimizer (a scale of
-    the gradient cancels in Adam's); placebo: a random change with the norm and the cosine of the
-    treated one; none. A list trains an arm of each kind: control=[plain,norm_matched]
+    the gradient has no effect on Adam's); placebo: a random change whose result has the
+    norm of the treated gradient, and its cosine to the plain one; none. A list trains an arm of
+    each kind: control=[plain,norm_matched]
     """
     attribute: bool = False
-    """also train the chain without each of its transforms, to find the share of each"""
+    """of several transforms: also train without each of them, to find the share of each"""
     device: Annotated[str, Field(min_length=1)] = "auto"
     """CUDA if available, else the CPU; or cpu, cuda:1, mps"""
     threads: Positive | None = 1
@@ -230,23 +234,26 @@ class Settings:
     check_ranks: Natural = 50
     """under torchrun: steps between two comparisons of the processes' weights; 0: never"""
     study: Annotated[Text, AfterValidator(_study_name)] = STUDY
-    """the runs of a study are compared with one another"""
+    """name of the study, a folder in out, by default TASK-MODEL: its runs are compared with one
+    another
+    """
     out: Annotated[Text, AfterValidator(_folder)] = "runs"
-    """the folder of the studies"""
+    """folder of the studies; a run writes its files into a folder in OUT/STUDY"""
     force: bool = False
     """repeat finished runs"""
     retry_failed: bool = True
     """repeat failed runs"""
     yes: bool = False
-    """allow more than 10,000 runs"""
+    """true allows more than 10,000 runs"""
     dry_run: bool = False
     """print where the transform would act, and stop"""
     metric: Annotated[Text, Field(min_length=1)] | None = None
-    """the metric of the verdict, as test/loss; null: accuracy, else the loss. Fixed when a run is
-    first planned
+    """the metric of the verdict, such as test/loss; null: accuracy if the task has it, otherwise
+    the loss. Fixed when a run is first planned
     """
     margin: Annotated[str, BeforeValidator(_margin)] | None = None
-    """0.5pp (percentage points), 0.01 or 2% of the control: arms that differ by less are equivalent
+    """arms that differ by less are equivalent: 0.01 (in the metric's unit), 0.5pp (percentage
+    points) or 2% (of the control's mean)
     """
     report: Literal["auto"] | bool = "auto"
     """auto: write the page and tables, for a sweep also figures; true: always figures; false: none
@@ -254,12 +261,12 @@ class Settings:
     effects_every: Natural = 1
     """steps between two measurements of the change of each gradient; 0: never"""
     conflict_every: Positive = 10
-    """the same for the conflict of several tasks, at steps of effects_every"""
+    """the same for the conflict of several tasks, among the steps that effects_every measures"""
     log_every: Positive = 50
     """steps between two rows of the loss and the effects"""
     log: Annotated[Text, Field(min_length=1)] = AUTO
-    """loggers get the effects of each site, above 12 sites of a transform a summary; sites: of each
-    site; or a pattern of sites. effects.jsonl has all
+    """auto: loggers get the effects of each site, or a summary if a transform has more than 12
+    sites; sites: always those of each site; or a pattern of sites. effects.jsonl has all
     """
     eval_every: Natural = 0
     """steps between two evaluations, a multiple of log_every; 0: only at the end"""
@@ -268,20 +275,20 @@ class Settings:
     """
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
     """share of the training examples that is set aside: they are evaluated during training, the
-    test data once at the end; null: 0.2 if until or tune decides on them, else 0
+    test data once at the end; null: 0.2 if until or tune decides on them, otherwise 0
     """
     tune: Annotated[Grid, _parsed(Grid)] | None = None
     """train each arm with each of these values, and compare with its best on validation data:
     tune=lr (five rates, from a quarter to four times the config's), tune='lr=log(1e-3,1,7)',
-    lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid. Each arm tries as many
-    configurations
+    lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid. If a rate is among them, the
+    control tries as many rates as the others have configurations
     """
     tune_seeds: Positive = 3
-    """seeds for each value of tune, from 1,000,000 on: apart from those compared"""
+    """seeds for each value of tune, from 1,000,000 on; none of them is compared"""
     checkpoint_every: Positive = 100
-    """steps between two checkpoints .."""
+    """steps between two checkpoints"""
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 1.0
-    """.. which are at least this many seconds apart"""
+    """seconds that must lie between two checkpoints"""
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:
@@ -347,7 +354,7 @@ def check_settings_of(config: Config) -> list[str]:
     """Return a line `key: rule` for each fault of the keys at the top of a config."""
     known = [*GROUPS, "shared", *Settings.__annotations__]
     faults = [
-        f"{key}: {OTHER_KEYS.get(key) or f'is not a key here. {nearest(key, known)}'}"
+        f"{key}: {OTHER_KEYS.get(key) or no_key(key, known, listed_by='--help')}"
         for key in config
         if key not in known
     ]

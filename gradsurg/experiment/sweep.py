@@ -38,7 +38,7 @@ from gradsurg.experiment.overrides import prepared
 from gradsurg.experiment.own_code import check_targets
 from gradsurg.experiment.run_directory import ENDED
 from gradsurg.experiment.settings import check_seeds, check_settings_of
-from gradsurg.plugins.messages import nearest, tell
+from gradsurg.plugins.messages import tell, unknown
 
 if TYPE_CHECKING:
     from gradsurg.experiment.command import Command
@@ -257,8 +257,10 @@ def _values(override: Override, most: int) -> list[str]:
     if not values:
         group = key_in(word)
         choices = [*files_of(group)]
-        listed = f". {nearest('', choices, listed_by=f'--list {group}')}" if choices else ""
-        raise ConfigError([f"{word}: sweeps over no value{listed}"])
+        rule = "sweeps over no value"
+        if choices:
+            rule = unknown(rule, "", choices, listed_by=f"--list {group}")
+        raise ConfigError([f"{word}: {rule}"])
     if len(values) > most:
         raise ConfigError([f"{key}: {too_many(f'over {most:,}', 'values')}"])
     return values

@@ -32,7 +32,7 @@ from gradsurg.experiment.run import Run
 from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.settings import VALIDATION
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.messages import full_message, nearest, one_line, place_in_user_code
+from gradsurg.plugins.messages import full_message, one_line, place_in_user_code, unknown
 from gradsurg.plugins.registry import is_own
 from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
@@ -129,8 +129,8 @@ def check_metrics(
         names += [f"test/{name}" for name in task.trajectory_metric_names]
         names += [f"examined/{name}" for name in examined]
         if settings.metric not in names:
-            choices = nearest(settings.metric, list(dict.fromkeys(names)))
-            errors.add("metric", f"there is no {settings.metric}. {choices}")
+            fault = f"there is no {settings.metric}"
+            errors.add("metric", unknown(fault, settings.metric, list(dict.fromkeys(names))))
     if settings.until is not None:
         with errors.at("until"):
             if watched == "validation" and settings.until.metric.startswith("test/"):

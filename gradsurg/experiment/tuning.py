@@ -18,7 +18,7 @@ from gradsurg.experiment.run import Pair, Run, paired
 from gradsurg.experiment.run_directory import LOCK, TUNING, RunDirectory
 from gradsurg.experiment.run_reader import read_bytes
 from gradsurg.experiment.settings import VALIDATION, Config, Settings
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import no_key, unknown
 from gradsurg.plugins.registry import HYDRAS
 
 FIRST_SEED = 1_000_000
@@ -314,7 +314,7 @@ def _check_key(key: str, config: Config) -> None:
     group = key.partition(".")[0]
     if group not in config:
         groups = [each for each in GROUPS if each != "logger"]
-        raise ValueError(f"there is no key '{key}'. {nearest(group, [*groups, *TUNABLE])}")
+        raise ValueError(unknown(f"there is no key '{key}'", group, [*groups, *TUNABLE]))
     nested = isinstance(config[group], Mapping)
     if (nested and ("." not in key or group == "logger")) or (not nested and group not in TUNABLE):
         rule = f"a field of a group, as optimizer.lr, or one of {', '.join(TUNABLE[:-1])}"
@@ -327,8 +327,7 @@ def _check_key(key: str, config: Config) -> None:
             raise ValueError(f"{key}: '{part}' has no place in {inside!r}, with no keys below")
         if part not in inside:
             known = [str(one) for one in inside if one not in HYDRAS]
-            rule = f"'{part}' is not a key there. {nearest(part, known)}"
-            raise ValueError(f"{key}: {rule}")
+            raise ValueError(f"{key}: {no_key(part, known)}")
         inside = inside[part]
 
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import nearest, unknown
 
 Class = TypeVar("Class", bound=type)
 
@@ -155,8 +155,8 @@ def unknown_fields(
     if "unexpected keyword argument" not in str(error) or not callable(factory):
         return []
     known = list(signature(factory).parameters)[num_args:]
-    unknown = [key for key in fields if key not in known]
-    return [(key, f"is not a field here. {nearest(key, known)}") for key in unknown]
+    wrong = [key for key in fields if key not in known]
+    return [(key, unknown(f"there is no field '{key}'", key, known)) for key in wrong]
 
 
 def _default(factory: Any, key: str) -> object:  # Any: a class or function
@@ -233,7 +233,7 @@ def _fault(details: ErrorDetails, names: list[str]) -> tuple[str, str]:
         case "missing":
             return field, "is required"
         case "unexpected_keyword_argument":
-            return field, f"is not a field here. {nearest(field, names)}"
+            return field, unknown(f"there is no field '{field}'", field, names)
         case "value_error" if isinstance(context.get("error"), Contradiction):
             contradiction = context["error"]
             return contradiction.field, str(contradiction)

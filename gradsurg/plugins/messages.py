@@ -5,7 +5,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -13,8 +13,10 @@ from typing import TextIO
 
 TEXT_WIDTH = 100
 """Columns of text that is not printed to a terminal."""
-NAMES_WIDTH = 80
+NAMES_WIDTH = 48
 """Columns of the names in an error message."""
+MOST_SIMILAR, TIE = 5, 0.085
+"""Names that are compared with a wrong one, and the difference of ratios that count as equal."""
 MAX_PROSE_WIDTH = 120
 """Columns of a sentence in a wide terminal; tables use all."""
 
@@ -58,27 +60,94 @@ def printable(text: str) -> str:
 
 def typed_command(module: str) -> str:
     """Return the command of a module as typed: `gradsurg report`, `python -m gradsurg.report`."""
-    return sys.argv[0] if sys.argv[0].startswith("gradsurg ") else f"python -m {module}"
+    return sys.argv[0] if _is_script() else f"python -m {module}"
+
+
+def _is_script() -> bool:
+    """Whether the command was typed as `gradsurg run`, without `python -m`."""
+    return sys.argv[0].startswith("gradsurg ")
+
+
+def run_command(words: str) -> str:
+    """Return a whole command of `gradsurg.run`, as it is to be typed."""
+    return f"{'gradsurg run' if _is_script() else 'python -m gradsurg.run'} {words}"
 
 
 def nearest(
     name: str, choices: Sequence[str], meant: Sequence[str] = (), listed_by: str = ""
 ) -> str:
-    """Return the end of an error message: the names that were probably meant, and a line of
-    choices.
+    """Return the end of an error message: the names that were probably meant, and the choices.
 
-    `listed_by` is the option that lists all choices, such as `--list transform`.
+    `listed_by` are the words of `gradsurg.run` that list all choices, such as `--list transform`.
     """
+    close = [*(meant or similar(name, choices))]
+    question = f"Did you mean {_quoted(close)}? " if close else ""
+    return f"{question}{_listed(choices, close, listed_by)}".strip()
+
+
+def unknown(
+    fault: str,
+    name: str,
+    choices: Sequence[str],
+    meant: Sequence[str] = (),
+    listed_by: str = "",
+) -> str:
+    """Return an error message for a name that is none of the choices, the suggestion first.
+
+    `fault` begins with a small letter; the others are as in `nearest`.
+    """
+    close = [*(meant or similar(name, choices))]
+    listed = _listed(choices, close, listed_by)
+    begin = fault[:1].upper() + fault[1:] if close else fault
+    question = f"did you mean {_quoted(close)}? " if close else ""
+    return f"{question}{begin}. {listed}".strip()
+
+
+def no_key(key: str, known: Sequence[str], listed_by: str = "") -> str:
+    """Return the error for a key that is not there."""
+    return unknown(f"there is no key '{key}'", key, known, listed_by=listed_by)
+
+
+def similar(name: str, choices: Sequence[str]) -> list[str]:
+    """Return the choice that is nearest to a name, and a second one that is almost as near."""
     plain = {choice.lower(): choice for choice in choices}
-    close = meant or [plain[key] for key in get_close_matches(name.lower(), plain, 1)]
-    question = "Did you mean '" + "' or '".join(close) + "'? " if close else ""
+    key = name.lower()
+    close = get_close_matches(key, plain, MOST_SIMILAR)
+    close.sort(key=lambda each: (_edits(key, each), key[:2] != each[:2]))
+    return [plain[each] for each in close if _ratio(key, each) >= _ratio(key, close[0]) - TIE][:2]
+
+
+def _ratio(first: str, second: str) -> float:
+    return SequenceMatcher(None, second, first).ratio()
+
+
+def _edits(first: str, second: str) -> int:
+    """Return how many letters must be inserted, removed or replaced (Levenshtein's distance)."""
+    row = [*range(len(second) + 1)]
+    for number, letter in enumerate(first, 1):
+        previous, row = row, [number]
+        for place, other in enumerate(second):
+            replaced = previous[place] + (letter != other)
+            row.append(min(previous[place + 1] + 1, row[place] + 1, replaced))
+    return row[-1]
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return "'" + "' or '".join(names) + "'"
+
+
+def _listed(choices: Sequence[str], close: Sequence[str], listed_by: str) -> str:
+    """Return the sentence that lists the choices, or the command that does."""
     shown = list(choices)
     while len(", ".join(shown)) > NAMES_WIDTH and len(shown) > 1:
         shown.pop()
+    left = len(choices) - len(shown)
+    if close and (left or {*choices} <= {*close}):
+        return f"All: {run_command(listed_by)}" if left and listed_by else ""
     listed = ", ".join(shown) or "none"
-    if left := len(choices) - len(shown):
-        listed += f", ... and {left} more" + f", see {listed_by}" * bool(listed_by)
-    return f"{question}There are: {listed}."
+    if left:
+        listed += f", ... and {left} more" + f": {run_command(listed_by)}" * bool(listed_by)
+    return f"There are: {listed}{'' if left and listed_by else '.'}"
 
 
 def terminal_width(stream: TextIO) -> int | None:

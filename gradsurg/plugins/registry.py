@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = path if (path := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
@@ -43,8 +43,8 @@ def find(kind: str, name: str) -> type:
     """
     stems = names(kind)
     if name not in stems:
-        near = nearest(name, stems, listed_by=f"--list {GROUPS[kind]}")
-        raise LookupError(f"there is no '{name}' in {kind}. {near}")
+        fault = f"there is no '{name}' in {kind}"
+        raise LookupError(unknown(fault, name, stems, listed_by=f"--list {GROUPS[kind]}"))
     module = import_module(f"gradsurg.{kind}.{name}")
     for key, value in vars(module).items():
         if _spells(name, key) and isinstance(value, type):

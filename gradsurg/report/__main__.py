@@ -72,19 +72,31 @@ def parser() -> argparse.ArgumentParser:
         description="Print the summary of a study, and write its report: a page, tables, figures.",
     )
     add = made.add_argument
-    add("study", type=Path, help="the folder of a study, as runs/first")
-    add("--out", type=Path, help="where the report goes; default: STUDY/report")
-    margin = "ask for equivalence within a margin: 0.5pp, 0.02 (the metric's unit) or 2%% (a share)"
+    add("study", type=Path, metavar="STUDY", help="the folder of a study, such as runs/first")
+    add("--out", type=Path, metavar="FOLDER", help="where the report goes; default: STUDY/report")
+    margin = (
+        "arms that differ by less are equivalent: 0.02 (in the metric's unit), 0.5pp (percentage "
+        "points) or 2%% (of the control's mean)"
+    )
     add("--margin", default="", help=margin)
-    pairs = "compare these arms with each other, by the names that the report prints; all without"
+    pairs = (
+        "compare these arms with each other, by the names that the report prints; without a name: "
+        "all arms"
+    )
     add("--compare", nargs="*", metavar="ARM", help=pairs)
-    paper = "write figures (PDF, SVG, PNG; 3.3 and 6.8 inches wide) and a LaTeX table here instead"
+    paper = (
+        "in place of the report, write figures (PDF, SVG, PNG; 3.3 and 6.8 inches wide) and a "
+        "LaTeX table into this folder"
+    )
     add("--paper", type=Path, metavar="FOLDER", help=paper)
-    add("--metric", default="", help="with --paper: one metric, as test/loss")
-    add("--arms", nargs="+", default=[], metavar="ARM", help="with --paper: only these")
+    add("--metric", default="", help="with --paper: one metric, such as test/loss")
+    add("--arms", nargs="+", default=[], metavar="ARM", help="with --paper: only these arms")
     styles = "with --paper: the font; default: sans"
     add("--style", choices=("sans", "serif"), default="sans", help=styles)
-    spreads = "with --paper: beside each mean of the table; default: interval"
+    spreads = (
+        "with --paper: what stands beside each mean of the table, its 95 %% interval or the "
+        "standard deviation over the seeds; default: interval"
+    )
     add("--spread", choices=("interval", "sd"), default="interval", help=spreads)
     return made
 

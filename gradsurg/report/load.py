@@ -19,7 +19,7 @@ from gradsurg.experiment.run_directory import (
     RunState,
 )
 from gradsurg.experiment.run_reader import BrokenFile, read, read_bytes, read_rows
-from gradsurg.plugins.messages import printable
+from gradsurg.plugins.messages import printable, unknown
 
 State = RunState | Literal["missing", "unreadable"]
 STATES = (
@@ -126,7 +126,8 @@ def read_runs(folder: Path, only: Collection[str] | None = None) -> list[LoadedR
     sentence, if there are none, or one of `only` is not there.
     """
     if not folder.is_dir():
-        raise NotAStudy(f"there is no folder {folder}")
+        fault, there = f"there is no folder '{folder}'", _studies_near(folder)
+        raise NotAStudy(unknown(fault, str(folder), there) if there else fault)
     paths = _run_directories(folder)
     configs: dict[bytes, dict[str, Any]] = {}
     if only is not None:
@@ -140,7 +141,7 @@ def read_runs(folder: Path, only: Collection[str] | None = None) -> list[LoadedR
     else:
         runs = [_read(path, configs) for path in paths]
     if not runs:
-        studies = [path.name for path in sorted(folder.iterdir()) if _run_directories(path)]
+        studies = [path.name for path in _studies_in(folder)]
         hint = f"; studies in it: {', '.join(studies[:6])}" if studies else ""
         raise NotAStudy(f"{folder} has no runs in it{hint}")
     known = {run.name for run in runs}
@@ -156,6 +157,17 @@ def read_runs(folder: Path, only: Collection[str] | None = None) -> list[LoadedR
 def canonical(config: object) -> str:
     """The same text for the same config, whatever the order of its keys."""
     return json.dumps(config, sort_keys=True, default=str)
+
+
+def _studies_near(folder: Path) -> list[str]:
+    """Return the studies in `runs`, and beside a missing folder in another `runs`."""
+    places = {place for place in (folder.parent, Path("runs")) if place.name == "runs"}
+    return sorted(str(path) for place in places for path in _studies_in(place))
+
+
+def _studies_in(folder: Path) -> list[Path]:
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if _run_directories(path)]
 
 
 def _run_directories(folder: Path) -> list[Path]:

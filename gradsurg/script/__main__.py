@@ -8,25 +8,41 @@ from gradsurg.plugins.messages import tell, typed_command
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
 USAGE = """\
-usage: {command} [WORDS] -- SCRIPT.py [ITS WORDS]
-       {command} [WORDS] -- -m MODULE [ITS WORDS]
+usage: {command} [KEY=VALUE ...] -- SCRIPT.py [ARGUMENTS]
+       {command} [KEY=VALUE ...] -- -m MODULE [ARGUMENTS]
 
   {command} transform=clip seeds=8 -- train.py --epochs 3
+  {command} transform=clip -- train.py --seed {{seed}}
   {command} transform=clip dry_run=true -- train.py
 
-WORDS, with their defaults:
-  transform=none site=parameters when=steps   as in gradsurg.run, with their fields
-  seeds=8 seed=null control=plain             seeds 0 to 7, each with a control run
-  metric=null    the outcome: NAME, max:NAME or min:NAME for its best value, higher:NAME or
-                 lower:NAME if its name does not say which is better
-  margin=null    equivalence: arms that differ by less are equivalent
-  tune=null      values of the transform or of the script: tune='--lr=[0.01,0.1]'
-  tune_seeds=3   seeds for each of these values
-  model=NAME     the variable or class of the model, if the script trains several
-  jobs=1         runs at once
-  study=SCRIPT out=runs logger=none effects_every=1 force=false report=auto dry_run=false
+Keys, with their defaults. Those without a text are as in gradsurg.run.
 
-{{seed}}, {{arm}} and {{out}} in the script's words stand for seed, arm and a folder of the run."""
+  transform=none   the change to the gradients, as in gradsurg.run, with its
+                   fields: transform=clip transform.clip.value=0.02
+  site=parameters  where it acts
+  when=steps       the condition under which it acts
+  seeds=8          seeds 0 to 7, each with a run of each arm; seed=3: only 3
+  control=plain    the arm to compare with
+  metric=null      the number to compare, by the NAME under which the script
+                   reports it: to gradsurg.outcome(NAME=..), to W&B or to
+                   TensorBoard, or printed as NAME: number. The last value is
+                   taken; max:NAME or min:NAME takes the best one. If the name
+                   does not say which is better: higher:NAME or lower:NAME.
+                   null: one is chosen, and all names are printed
+  margin=null      arms that differ by less are equivalent
+  tune=null        each arm tries these values of a field of the transform or
+                   of an option of the script, on other seeds, and keeps the
+                   one with the best metric: tune='--lr=[0.01,0.1]'
+  tune_seeds=3     seeds for each of these values
+  model=NAME       the variable or class of the model, if the script trains
+                   several
+  jobs=1           runs at once
+  study=SCRIPT out=runs logger=none effects_every=1
+  force=false retry_failed=true report=auto dry_run=false
+
+In the arguments {{seed}}, {{arm}} and {{out}} stand for the seed, the arm and
+a folder of the run. The random generators of Python, NumPy and PyTorch are
+seeded before the script begins; a script that seeds itself needs {{seed}}."""
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 

@@ -41,7 +41,7 @@ from gradsurg.script.words import Command
 from gradsurg.script.written import WrittenFiles
 
 POLL = 0.05  # seconds between two looks at the processes
-SEED_HINT = "in the script's words write {seed}, as --seed {seed}, or read GRADSURG_SEED"
+SEED_HINT = "give the script {seed}, such as --seed {seed}, or let it read GRADSURG_SEED"
 
 
 def run(command: Command) -> int:

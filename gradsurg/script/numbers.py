@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.plugins.messages import nearest, printable
+from gradsurg.plugins.messages import printable, unknown
 from gradsurg.report.wording import OUTCOME
 from gradsurg.script.recorder import NUMBERS, OUTPUT
 from gradsurg.stats import Direction
@@ -244,4 +244,4 @@ def about_taken(taken: Metric) -> str:
 
 def unknown_metric(name: str, seen: Seen) -> str:
     """Return the error for a metric that a run has not reported."""
-    return f"metric: the script reported no {name}. {nearest(name, [*seen])}"
+    return f"metric: {unknown(f'the script reported no {name}', name, [*seen])}"

@@ -1,6 +1,7 @@
 """The command line: gradsurg's words, `--`, and the script with its own words."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from gradsurg.experiment.overrides import SWEEP, prepared
 from gradsurg.experiment.own_code import check_targets
 from gradsurg.experiment.settings import Settings, check_seeds, settings_of
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import no_key, typed_command, unknown
 from gradsurg.plugins.registry import HYDRAS
 from gradsurg.script.numbers import Metric
 
@@ -100,24 +101,32 @@ class Command:
 def parse(words: Sequence[str]) -> Command:
     """Check a command line. Raises ConfigError with all faults that are found at once."""
     if "--" not in words:
-        scripts = [word for word in words if word.endswith(".py")]
-        before = f" {scripts[0]}" if scripts else " SCRIPT.py"
-        raise ConfigError([f"--: is missing before the script. Write --{before}"])
+        begin = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
+        script = [*words[begin:]] or ["SCRIPT.py"]
+        raise ConfigError([f"write {_typed(words[:begin], script)}: the -- is missing"])
     place = [*words].index("--")
-    own, call = [*words[:place]], _call([*words[place + 1 :]])
+    own, behind = [*words[:place]], [*words[place + 1 :]]
+    if behind in ([], ["-m"]):
+        name = "MODULE" if behind else "SCRIPT.py"
+        raise ConfigError([f"write {_typed(own, [*behind, name])}: {name} is missing"])
+    call = _call(behind)
     folders, others = split_config_dirs(own)
+    missing = _no_script(call)
     faults = [fault for word in others if (fault := _fault(word))]
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError([*missing, *faults])
     given = dict(word.lstrip("+").split("=", 1) for word in others)
     composed = [word for word in others if word.partition("=")[0] not in OWN]
     defaults = {"study": call.stem, "logger": "[]"}
     composed += [f"{key}={value}" for key, value in defaults.items() if key not in given]
     if folders:
         composed.append(search_path(*folders))
-    with composing():
-        config = compose_config(*prepared(composed))
-    faults = [*check_targets(config), *check_seeds(own)]
+    try:
+        with composing():
+            config = compose_config(*prepared(composed))
+    except ConfigError as error:
+        raise ConfigError([*missing, *error.faults]) from None
+    faults = [*missing, *check_targets(config), *check_seeds(own)]
     try:
         settings = settings_of({key: config[key] for key in (*SETTINGS, "tune_seeds")})
     except FieldError as error:
@@ -145,13 +154,23 @@ def parse(words: Sequence[str]) -> Command:
 
 def _call(words: list[str]) -> Call:
     is_module = words[:1] == ["-m"]
-    name, *others = words[is_module:] or [""]
-    if not name:
-        raise ConfigError(["--: the script is missing behind it. Write -- train.py --epochs 3"])
-    if not is_module and not Path(name).is_file():
-        near = [path.name for path in sorted(Path(name).parent.glob("*.py"))]
-        raise ConfigError([f"{name}: there is no such script. {nearest(name, near)}"])
+    name, *others = words[is_module:]
     return Call(name, tuple(others), is_module)
+
+
+def _no_script(call: Call) -> list[str]:
+    """Return the fault of a script that does not exist."""
+    name = call.name
+    if call.is_module or Path(name).is_file():
+        return []
+    there = [path.name for path in sorted(Path(name).parent.glob("*.py"))]
+    fault = "there is no such script"
+    return [f"{name}: {unknown(fault, Path(name).name, there) if there else fault}"]
+
+
+def _typed(own: Sequence[str], script: Sequence[str]) -> str:
+    """Return a whole command, as it is to be typed."""
+    return f"{typed_command('gradsurg.script')} {shlex.join([*own, '--', *script])}"
 
 
 def _fault(word: str) -> str:
@@ -164,7 +183,7 @@ def _fault(word: str) -> str:
     key, equals, value = word.lstrip("+~").partition("=")
     group = key.partition(".")[0].partition("@")[0]
     if not equals:
-        return f"{word}: write KEY=VALUE, and the words of the script behind --"
+        return f"{word}: write KEY=VALUE, and the arguments of the script behind --"
     if group == "aggregator":
         return f"aggregator: {value} cannot act in a script as it is: {BACKWARD}"
     if group.startswith("hydra"):
@@ -173,7 +192,7 @@ def _fault(word: str) -> str:
         return ""
     if group in (*GROUPS, *Settings.__annotations__, "shared"):
         return f"{key}: is the script's own. Give it behind --, spelt like in the script"
-    return f"{key}: is not a key here. {nearest(group, KNOWN)}"
+    return f"{key}: {no_key(group, KNOWN)}"
 
 
 def _jobs(text: str) -> int:
@@ -210,6 +229,6 @@ def _with_field(
     nested = isinstance(config, Mapping)
     if not nested or key not in config:
         known = [each for each in config if each not in HYDRAS] if nested else []
-        raise ConfigError([f"tune: {path}: '{key}' is not a key there. {nearest(key, known)}"])
+        raise ConfigError([f"tune: {path}: {no_key(key, known)}"])
     inside = _with_field(config[key], path, rest, value) if rest else value
     return {**config, key: inside}

@@ -54,7 +54,7 @@ def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
     text = gs.sites.outcomes(gs.Parameters(stage="step") | gs.Nodes("Relu"))
     assert "Parameters (step) acts in: eager; in-place consumer" in text
     assert "Nodes (backward, enter) acts in: eager" in text
-    assert "  refused in torch.compile inside the block: what is compiled runs as one node." in text
+    assert "  refused (torch.compile after attaching): compiled code runs as one node." in text
     assert "FSDP2: sharded" not in text
     assert "{" not in text
 
@@ -63,8 +63,8 @@ def test_a_refusal_names_kind_site_reason_and_way_out() -> None:
     found = {"made": 2, "found": 3}
     error = pitfalls.refusal(gs.Parameters(), "FSDP2, resumed", site="a", **found)
     assert type(error) is ValueError
-    assert str(error).startswith("Parameters: site 'a': the surgery has the state of 2 processes, ")
-    assert str(error).endswith("; found 3 processes.")
+    assert str(error).startswith("Parameters: site 'a': resume with 2 processes: ")
+    assert str(error).endswith(", found 3 processes.")
     error = pitfalls.refusal(gs.Outputs(), "TorchScript", site="a#0")
     assert str(error).endswith(f"'a#0': {pitfalls.cell(gs.Outputs(), 'TorchScript').text}")
     with pytest.raises(KeyError, match="Parameters in FSDP2"):
@@ -93,7 +93,7 @@ def _sharded() -> nn.Module:
     return model
 
 
-COMPILED = "torch.compile inside the block"
+COMPILED = "torch.compile after attaching"
 VISIBLE: dict[str, tuple[Callable[[], Any], list[str]]] = {  # Any: PyTorch's wrappers
     "plain": (small, []),
     "compiled": (lambda: torch.compile(small(), backend="eager"), [COMPILED]),
@@ -123,7 +123,7 @@ def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str) -> None:
 def test_a_plan_has_the_cells_of_the_contexts_that_are_seen() -> None:
     at = gs.Nodes("Relu")
     surgery, cell = gs.Surgery(gs.Intervention(gs.Scale(2.0), at)), pitfalls.cell(at, COMPILED)
-    expected = f"  {cell.kinds.replace('.', ' ')} {cell.outcome} in {COMPILED}: {cell.text}"
+    expected = f"  {cell.kinds.replace('.', ' ')} {cell.outcome} ({COMPILED}): {cell.text}"
     assert expected in surgery.plan(torch.compile(small(), backend="eager"))  # type: ignore[arg-type]
     assert COMPILED not in surgery.plan(small())
 
@@ -203,7 +203,7 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
 
 @pytest.mark.parametrize("at", [*[*SEVERAL][:2], gs.Uses("part.weight")], ids=repr)
 def test_acting_twice_at_a_site_in_a_backward_pass_is_told_in_it(at: Selector) -> None:
-    told = "had 2 gradients in one backward pass, as of reentrant"
+    told = "had 2 gradients in one backward pass (of reentrant"
     assert any(told in text for text in _clipped(at, reentrant=True)[1])
 
 

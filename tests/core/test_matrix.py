@@ -381,7 +381,7 @@ def test_a_kind_of_site_has_the_stated_outcome_in_a_context(kind: str, context: 
         assert (name if name != "ReLU" else "act") in text or f"{kind.partition(' ')[0]}: " in text
 
 
-INSIDE = "torch.compile inside the block"
+INSIDE = "torch.compile after attaching"
 
 
 @pytest.mark.parametrize(

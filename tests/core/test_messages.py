@@ -448,7 +448,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
         (lbfgs(gs.Scale(2.0), gs.Updates()), "Updates LBFGS"),
         (lbfgs(gs.SkipUpdate()), "LBFGS gradients"),
         *(
-            (in_two(at), f"{type(at).__name__} group optimizers")
+            (in_two(at), f"{type(at).__name__} two optimizers")
             for at in (gs.Updates(), MatchedUpdates(), gs.Weights())
         ),
         (
@@ -696,7 +696,7 @@ def put_back(model: Any) -> None:
     model.first = first
 
 
-GREW = "modules replaced block last, 3; attach"
+GREW = "modules replaced block last, 3. Attach"
 OWN = gs.Identity()
 CAME = {
     GREW: (
@@ -717,7 +717,7 @@ WARNED: Sequence[tuple[Call, str]] = [
     *((scaled(when, "step"), "") for when in OF_SIZE),
     *((attach(at, OWN, run=between(grow)), names) for names, kinds in CAME.items() for at in kinds),
     *(
-        (attach(at, OWN, thawed, run=between(thaw)), "parameters not last.weight, last.bias;")
+        (attach(at, OWN, thawed, run=between(thaw)), "parameters not last.weight, last.bias.")
         for at in (P(), P(stage="backward_end"))
     ),
     *((attach(at, OWN, thawed, run=between(thaw)), "") for at in (P("first.*"), gs.Uses("*"), M())),
@@ -748,7 +748,7 @@ WARNED: Sequence[tuple[Call, str]] = [
         attach(EVERY("m", kind="full_backward_pre"), model=returning(lambda x: [x]), run=forward),
         "m#0.0 full",
     ),
-    (attach(EVERY("Nope")), "zero met"),
+    (attach(EVERY("Nope")), "zero reached"),
     (attach(M("linear") | M("inner"), model=named_twice), "linear#0 inner.0"),
     *(
         (attach(at, gs.Scale(2.0), model=scripted), "")
@@ -759,7 +759,7 @@ WARNED: Sequence[tuple[Call, str]] = [
     ),
     *((attach(at, run=traced), "zero torch.jit.trace") for at in (M("first"), N("Relu"))),
     (attach(M("inner.*").expect(3), model=in_reentrant, run=forward), "zero 3"),
-    (attach(N("Tahn"), model=in_reentrant, run=backward), "zero none met"),
+    (attach(N("Tahn"), model=in_reentrant, run=backward), "zero none reached"),
     *(
         (attach(kind().where(inside), OWN, in_reentrant, run=backward), "")
         for kind in (M, gs.Inputs, gs.Activations, gs.SavedTensors)

@@ -45,7 +45,7 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
                 "site: Chain(Clip(value=0.01)): stage 'backward' sees ",
             ],
         ),
-        (["metric=test/acuracy"], ["metric: there is no test/acuracy. Did you mean 'test/acc"]),
+        (["metric=test/acuracy"], ["metric: did you mean 'test/accuracy'? There is no test/ac"]),
         (["compile=true", "site=nodes"], ["site: Nodes cannot act in a compiled model: "]),
         (["accumulate=40"], ["accumulate: a step's batches must have <= 1347 examples together, "]),
         (["eval_every=7"], ["eval_every: must be a multiple of log_every=50, "]),
@@ -68,7 +68,7 @@ def test_a_metric_is_checked_also_if_all_runs_have_finished(tmp_path: Path) -> N
     words = ("steps=1", "log_every=1", "eval_every=1", f"out={tmp_path}", "metric=test/acuracy")
     for run in built(*words[:-1]).runs:
         execute(run, tmp_path, [])
-    with pytest.raises(ConfigError, match="metric: there is no test/acuracy"):
+    with pytest.raises(ConfigError, match="There is no test/acuracy"):
         built(*words)
 
 

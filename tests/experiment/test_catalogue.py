@@ -125,9 +125,9 @@ def test_options_of_a_users_folder_are_found_by_the_words_at_the_head_of_their_f
     node = "soft:\n  _target_: gradsurg.Scale\n  factor: 0.5\n"
     text = f"# mine\n# Halve it.\n# Also: gentle, mild\n{node}"
     (tmp_path / "transform" / "soft.yaml").write_text(text, encoding="utf-8")
-    (line,) = here("--list", "mild", "--config-dir", str(tmp_path)).out.splitlines()[2:3]
+    *_, line = here("--list", "mild", "--config-dir", str(tmp_path)).out.splitlines()
     assert line.split("  ")[0] == "soft"
-    assert line.endswith("Halve it (scale). factor=0.5")
+    assert line.endswith("Halve it (scale). Scale: factor=0.5")
     assert here("--list", "mild").code == 2
     (tmp_path / "transform" / "torn.yaml").write_text("torn: [", encoding="utf-8")
     ended = here("--list", "mild", "--config-dir", str(tmp_path))
@@ -137,14 +137,14 @@ def test_options_of_a_users_folder_are_found_by_the_words_at_the_head_of_their_f
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("transfrom", "Did you mean 'transform'?"),
-        ("quantle", "Did you mean 'quantile'?"),
-        ("unlearn", "no option with 'unlearn'. The groups are: "),
-        ("sam", "no option with 'sam'. The groups are: "),
-        ("sparse qqqq", "no option with 'qqqq'. The groups are: transform, "),
-        ("???", "no option with '???'. The groups are: "),
-        ("clip --config-dir nowhere", "--list: there is no folder nowhere"),
-        ("krum dropout", "no option with all these words. The groups are: "),
+        ("transfrom", "did you mean 'transform'? There is no group or option 'transfrom'"),
+        ("quantle", "did you mean 'quantile'?"),
+        ("unlearn", "no group or option 'unlearn'. The groups are: "),
+        ("sam", "no group or option 'sam'. The groups are: "),
+        ("sparse qqqq", "no group or option 'qqqq'. The groups are: transform, "),
+        ("???", "no group or option '???'. The groups are: "),
+        ("clip --config-dir nowhere", "--list: there is no folder 'nowhere'"),
+        ("krum dropout", "no option has all these words. The groups are: "),
     ],
 )
 def test_words_that_describe_nothing_are_named(here: Here, words: str, said: str) -> None:
@@ -163,6 +163,18 @@ def test_a_pipe_gets_80_columns_unless_they_are_set(
     assert 110 < max(map(len, here("--list=recipe").out.splitlines())) <= 120
     assert json.loads(here("--list", "trigger", "--json").out) == json.loads(gs.list("when").json())
     assert "--list transform " in here("--list").out
+
+
+def test_the_legend_stands_above_the_table_and_each_class_in_it(here: Here) -> None:
+    legend, _, table = here("--list", "transform").out.partition("\n\n")
+    assert "d deterministic" in legend
+    assert "transform.adaptive_clip.z=2.0" in legend
+    assert " Clip: value=0.01" in " ".join(table.split())
+    for entry in gs.list("transform"):
+        name = entry.target.rpartition(".")[2]
+        assert name in "".join(table.split())
+        assert entry.name in {one.name for one in gs.list(name)}
+    assert gs.list("Clip")[0].name == "clip"
 
 
 def test_listing_imports_no_torch() -> None:

@@ -1,5 +1,6 @@
 """The command as a user types it: output, files and exit code."""
 
+import os
 import re
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def choices(kind: object) -> list[str]:
 
 def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None:
     out = here("--help").out
-    text = out.partition("Keys. Change one")[2].partition("Groups and keys as")[0]
+    text = out.partition("Keys. Change one")[2]
     kinds = get_type_hints(Settings)
     fields = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))["shared"]
     of_shared = get_type_hints(SharedParameters)
@@ -64,6 +65,27 @@ def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None
     for key, line in lines.items():
         missing = [word for word in choices(kinds[key]) if not re.search(rf"\b{word}\b", line)]
         assert not missing, key
+
+
+@pytest.mark.parametrize("module", ["run", "script", "report"])
+def test_help_fits_a_terminal_and_shows_no_config(module: str) -> None:
+    command = [sys.executable, "-m", f"gradsurg.{module}", "--help"]
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+    assert "_target_" not in done.stdout
+
+
+def test_help_shows_defaults_and_where_the_options_are_listed(here: Here) -> None:
+    text = " ".join(here("--help").out.split())
+    assert "optimizer steps of a run [500]" in text
+    assert (
+        "of the forward pass: float32, bfloat16 or float16 (with a GradScaler, on CUDA) [fl" in text
+    )
+    assert re.search(r" transform: adagc, .*, \.\.\. and \d+ more: --list transform ", text)
+    assert "task: char_lm, cifar10, diabetes, digits, " in text
+    for flag in ("-m", "--list [GROUP]", "--json", "--config-dir DIR", "--cfg job"):
+        assert flag in text
 
 
 def test_overrides_are_put_behind_options() -> None:

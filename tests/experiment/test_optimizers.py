@@ -44,10 +44,10 @@ def test_it_trains_like_a_plain_loop(name: str) -> None:
     [
         ("LBFGS", {}, "LBFGS needs a closure that computes the loss again"),
         ("SparseAdam", {}, "SparseAdam takes sparse gradients alone"),
-        ("Adm", {}, "torch.optim has no 'Adm'. .*Did you mean 'Adam'"),
+        ("Adm", {}, "did you mean 'Adam'. There is no 'Adm' in torch.optim"),
         ("SGD", {"lr": -1}, r"^SGD\(lr=-1\) is refused: Invalid learning rate: -1$"),
         ("SGD", {"momentum": "x"}, "is refused: momentum: must be a number, found 'x'"),
-        ("SGD", {"momentun": 1}, "momentun: is not a field.*Did you mean 'momentum'"),
+        ("SGD", {"momentun": 1}, "momentun: did you mean 'momentum'"),
         ("Muon", {"lr": 0.01}, r"Muon\(lr=0.01\) is refused: Muon only supports 2D"),
     ],
 )

@@ -137,16 +137,16 @@ def test_a_file_is_loaded_and_read_by_the_command_line(here: Here, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "kind", "message"),
     [
-        (["guided_backrop"], LookupError, r"no recipe 'guided_backrop'.*Did you mean 'guided_bac"),
+        (["guided_backrop"], LookupError, r"did you mean 'guided_backprop'. There is no recipe"),
         (["simple_transforms"], ValueError, r"^simple_transforms: is a study, no recipe: it sets "),
         (["missing/one.yaml"], FileNotFoundError, r"missing/one.yaml"),
         (["sgm", "lr=3"], ValueError, r"^sgm: lr=3: is no key of a recipe, which are transform"),
-        (["sgm", "site.patern=x"], ValueError, r"^sgm: site.patern: .*Did you mean 'pattern'"),
+        (["sgm", "site.patern=x"], ValueError, r"^sgm: site.patern: did you mean 'pattern'"),
         (["sgm", "transform.scale.factor=x"], ValueError, r"scale.factor: must be a number, found"),
         (
             ["attnlrp", "interventions.gate.site.patern=x"],
             ValueError,
-            r"gate.site.patern: 'patern'",
+            r"gate.site.patern: did you mean 'pattern'",
         ),
         (
             ["attnlrp", "interventions.gate=x"],
@@ -364,7 +364,7 @@ def test_a_preset_is_changed_as_a_recipe_is() -> None:
     surgery = gs.load("grokfast", *words)
     made = gs.Intervention(gs.Chain(gs.Clip(0.5), gs.Sign()), gs.Parameters("*.bias", stage="step"))
     assert repr(surgery) == repr(gs.Surgery(made, seed=4))
-    with pytest.raises(ValueError, match=r"^grokfast: site.patern: 'patern' is not a key here"):
+    with pytest.raises(ValueError, match=r"^grokfast: site.patern: did you mean 'pattern'"):
         gs.load("grokfast", "site.patern=x")
     with pytest.raises(ValueError, match="^grokfast: lr=3: is no key of a recipe"):
         gs.load("grokfast", "lr=3")

@@ -64,7 +64,7 @@ def torchs(name: str, **fields: Any) -> dict[str, Any]:  # Any: fields have many
     ("config", "message"),
     [
         (torchs("StepLR"), r"StepLR\(\) is refused: .*step_size"),
-        (torchs("StpLR"), "has no 'StpLR'. .*Did you mean 'StepLR'"),
+        (torchs("StpLR"), "did you mean 'StepLR'. There is no 'StpLR' in torch.optim"),
         (torchs("LambdaLR"), "LambdaLR takes functions"),
         (torchs("ReduceLROnPlateau"), "ReduceLROnPlateau looks at a metric"),
         (torchs("SequentialLR"), "SequentialLR takes schedules that are made already"),

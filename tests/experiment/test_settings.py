@@ -73,7 +73,7 @@ def test_the_checks_need_no_torch(modules: Path) -> None:
     control, path = done.stdout.splitlines()
     assert control.startswith("control: must be one of 'none', 'plain', 'norm_matched', ")
     assert control.endswith("found 'placeboo'")
-    assert path == "transform.hlave: plain has no 'hlave'. Did you mean 'halve'? There are: halve."
+    assert path == "transform.hlave: did you mean 'halve'? There is no 'hlave' in plain."
 
 
 def test_all_faults_of_the_schema_are_told_at_once() -> None:

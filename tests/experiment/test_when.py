@@ -35,9 +35,12 @@ def test_a_list_of_nodes_is_the_trigger_that_python_makes(
     [
         (
             f"[{FIRST},{{_target_: gradsurg.Thrshold}}]",
-            "when.of.1: there is no 'gradsurg.Thrshold'. ",
+            "when.of.1: did you mean 'gradsurg.Threshold'? ",
         ),
-        (f"[{FIRST},{{_target_: gradsurg.Steps, strt: 1}}]", "when.of.1.strt: is not a field here"),
+        (
+            f"[{FIRST},{{_target_: gradsurg.Steps, strt: 1}}]",
+            "when.of.1.strt: did you mean 'start'?",
+        ),
         (f"[{FIRST},{{start: 1}}]", "when.of.1: must be a Trigger, found {'start': 1}"),
     ],
 )

@@ -23,7 +23,7 @@ CLIP = "transform=clip"
         ((CLIP, "+schedule.foo=1"), "schedule: needs a _target_, "),
         (("--cfg", "job", "steps=abc"), "steps: must be a whole number, found 'abc'"),
         (("-sc", "install=bash"), "-sc: is not offered: "),
-        ((CLIP, "value=1"), "value: is not a key here. Is it transform.clip.value?"),
+        ((CLIP, "value=1"), "value: did you mean transform.clip.value? There is no key "),
         (
             (CLIP, "when=steps(start=3)&flag"),
             "when=steps(start=3)&flag: one trigger is when=steps ",
@@ -46,17 +46,23 @@ CLIP = "transform=clip"
         (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
         (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
         (("-m", CLIP, "seed=range(0,100000)"), "seed: over 10,000 values need yes=true"),
-        (("logger=wandb,console",), "logger=wandb,console: a list is written logger=[wandb,"),
-        (("clip.value=0.1",), "clip.value: is not a key here. 'clip' is an option: transform=clip"),
-        ((CLIP, "clip.value=0.1"), "clip.value: is not a key here. Is it transform.clip.value?"),
+        (("logger=wandb,console",), "logger=wandb,console: write 'logger=[wandb,console]', "),
+        (
+            ("clip.value=0.1",),
+            "clip.value: did you mean transform=clip transform.clip.value=..? There",
+        ),
+        (
+            (CLIP, "clip.value=0.1"),
+            "clip.value: did you mean transform.clip.value? There is no key ",
+        ),
         ((CLIP, "hydra.launcher.n_jobs=2"), "hydra.launcher.n_jobs: 'n_jobs' is not a key of"),
         ((CLIP, "margin=0"), "margin: needs a positive number in the metric's unit, such as "),
         ((CLIP, f"seeds={10**30}"), "seeds: must be < 9223372036854775808, found 1000000000000"),
         ((CLIP, f"splits={10**30}", "yes=true"), "splits: must be < 9223372036854775808, found "),
         ((CLIP, f"steps={10**30}"), "steps: must be < 9223372036854775808, found 10000000000"),
         ((CLIP, "--config-dir", "x" * 300), "--config-dir: there is no folder "),
-        (("--list", "clip", "--config-dir", "x" * 300), "--list: there is no folder xxx"),
-        (("--list", "x" * 300), "--list: there is no group 'xxx"),
+        (("--list", "clip", "--config-dir", "x" * 300), "--list: there is no folder 'xxx"),
+        (("--list", "x" * 300), "--list: there is no group or option 'xxx"),
         ((f"transform={'x' * 300}",), "transform: there is no 'xxx"),
         ((f"experiment={'x' * 300}",), "experiment: there is no 'xxx"),
         ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true; without it at most"),
@@ -111,21 +117,22 @@ for word in sys.argv[1:]:
 def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
     (folder / "mine.py").write_text("def halve(grad):\n    return grad / 2\n", encoding="utf-8")
     told = {
-        "transform=clpi": "transform: there is no 'clpi'. ",
-        "transform=mine": "transform: mine.py is a module; name a class or function in it: ",
-        "transfrom=clip": "transfrom: 'transfrom' is not a key here. ",
-        "transform=clip; transform.value=1": "transform.value: is not a key here. Is it transform.",
-        "transform=clip; --seeds; 3": "--seeds: is a key, not an option. Write seeds=3",
-        "transform=clip,sign": "transform=clip,sign: several values need a sweep. Add -m",
+        "transform=clpi": "transform: did you mean 'clip' or 'clamp'? There is no 'clpi'. ",
+        "transform=mine": "transform: write transform=mine.<name>, with a class or ",
+        "transfrom=clip": "transfrom: did you mean 'transform'? ",
+        "transform=clip; transform.value=1": "transform.value: did you mean transform.clip.value? ",
+        "transform=clip; --seeds; 3": "--seeds: write seeds=3, a key, not a flag",
+        "transform=clip,sign": "transform=clip,sign: add -m: several values need a sweep",
         "-m; transform=glob(zz*)": "transform=glob(zz*): sweeps over no value. ",
         "clip": "clip: is not key=value",
-        "when=thrshold": "when: there is no 'thrshold'. ",
+        "when=thrshold": "when: did you mean 'threshold'? ",
     }
     command = [sys.executable, "-c", WITHOUT_TORCH, *told]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["2"] * len(told)
     for line, start in zip(ended.stderr.splitlines(), told.values(), strict=True):
         assert line.startswith(start)
+        assert len(line) <= 160, "two lines of a terminal"
 
 
 def test_many_runs_are_counted_and_timed_before_they_start(

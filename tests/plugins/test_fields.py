@@ -1,5 +1,6 @@
 """The errors of wrong fields."""
 
+import sys
 from dataclasses import KW_ONLY, FrozenInstanceError
 from typing import Annotated, Any, Literal
 
@@ -7,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import nearest, similar, unknown
 from gradsurg.plugins.reductions import NormOrder, Per
 
 
@@ -74,7 +75,7 @@ def test_all_faults_are_told_at_once_one_a_line() -> None:
 
 def test_an_unknown_field_is_told_the_nearest() -> None:
     wrong: dict[str, Any] = {"sise": 1.0}
-    with pytest.raises(FieldError, match=r"Probe\.sise: is not a field here\. .*'size'\?"):
+    with pytest.raises(FieldError, match=r"Probe\.sise: did you mean 'size'\? There is no field"):
         Probe(**wrong)
 
 
@@ -187,7 +188,42 @@ def test_nearest_lists_the_choices_and_asks() -> None:
     assert nearest("PCGrad", ["pcgrad", "upgrad"]).startswith("Did you mean 'pcgrad'? ")
     assert nearest("qqq", ["clip"]) == "There are: clip."
     assert nearest("clip", []) == "There are: none."
-    many = nearest("name7", [f"name{n}" for n in range(40)], listed_by="--list names")
-    first = ", ".join(f"name{n}" for n in range(11))
-    assert many == (f"Did you mean 'name7'? There are: {first}, ... and 29 more, see --list names.")
     assert nearest("", ["a" * 300]) == f"There are: {'a' * 300}."
+
+
+NAMES = [f"name{n}" for n in range(40)]
+
+
+def test_an_unknown_name_gives_the_suggestion_first_and_a_whole_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault = "there is no 'nme7'"
+    said = "did you mean 'name7'? There is no 'nme7'."
+    assert unknown(fault, "nme7", ["name7"]) == said
+    assert unknown(fault, "nme7", NAMES) == said
+    listed = unknown(fault, "nme7", NAMES, listed_by="--list names")
+    assert listed == f"{said} All: python -m gradsurg.run --list names"
+    assert unknown(fault, "qqq", ["clip"]) == f"{fault}. There are: clip."
+    few = ", ".join(NAMES[:7])
+    more = unknown(fault, "qqq", NAMES, listed_by="--list names")
+    assert (
+        more == f"{fault}. There are: {few}, ... and 33 more: python -m gradsurg.run --list names"
+    )
+    monkeypatch.setattr(sys, "argv", ["gradsurg run"])
+    assert unknown(fault, "nme7", NAMES, listed_by="--list names").endswith(
+        " All: gradsurg run --list names"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("sted", ["seed", "steps"]),  # `site` has the ratio of `seed`, and more letters differ
+        ("step", ["steps"]),
+        ("transfrom", ["transform"]),
+        ("LR_", ["lr"]),
+        ("nothing", []),
+    ],
+)
+def test_similar_names_are_ordered_by_the_letters_that_differ(name: str, near: list[str]) -> None:
+    assert similar(name, ["transform", "site", "steps", "seeds", "seed", "lr"]) == near

@@ -68,7 +68,7 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, word
     assert main([str(tmp_path / "nowhere"), *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"there is no folder {tmp_path / 'nowhere'}\n"
+    assert printed.err == f"there is no folder '{tmp_path / 'nowhere'}'\n"
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -278,7 +278,7 @@ def test_a_band_about_a_missing_number_is_refused_before_training(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mino"], "there is no experiment 'mino'. Did you mean 'mini'? There are: mini.\n"),
+        (["mino"], "there is no experiment 'mino'. Did you mean 'mini'?\n"),
         ([], "name a paper. There are: mini.\n"),
         (["mini", "--full"], "mini: there is no full form\n"),
         (["mini", "--cost"], "mini: there is no full form\n"),
@@ -297,7 +297,7 @@ def test_a_wrong_command_line_is_refused_with_exit_code_2(
         ({"quick": ["nowhere"]}, ": there is no study 'nowhere'. There are: large_"),
         ({"full": ["simple_transform"]}, "Did you mean 'simple_transforms'?"),
         ({"full": ["one", "two"]}, ": full: must be as many studies as quick, in the same order"),
-        ({"claim": "x"}, ": claim: is not a field here."),
+        ({"claim": "x"}, ": claim: did you mean 'claims'? There is no field 'claim'."),
         ({"claims": {}}, ": claims: must have at least 1 item, found {}"),
         ({"claims": {**MAIN, "other": MAIN["main"]}}, "none with bounds is about the claim other"),
         ({"bands": [{**BAND, "high": None}]}, "none with bounds is about the claim main"),

@@ -105,8 +105,7 @@ def test_bands_and_figures_with_planned_numbers_have_no_faults() -> None:
     [
         (
             {"metric": "test/acuracy"},
-            "will have no test/acuracy. Did you mean 'test/accuracy'? There are: test/loss, "
-            "test/accuracy, examined/rank/a, train/loss.",
+            "will have no test/acuracy. Did you mean 'test/accuracy'?",
         ),
         (
             {"metric": "test/accuracy", "at": "most"},

@@ -18,16 +18,23 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ("transform=clip train.py", "--: is missing before the script. Write -- train.py"),
-        ("transform=clip --", "--: the script is missing behind it"),
+        (
+            "transform=clip train.py",
+            "write python -m gradsurg.script transform=clip -- train.py: the --",
+        ),
+        (
+            "transform=clip --",
+            "write python -m gradsurg.script transform=clip -- SCRIPT.py: SCRIPT.py is",
+        ),
         (
             "transform=clip -- tarin.py",
-            "tarin.py: there is no such script. Did you mean",
+            "tarin.py: did you mean 'train.py'? There is no such",
         ),
-        ("transfrom=clip -- train.py", "transfrom: is not a key here. Did you mean 'transform'?"),
-        ("transform=clop -- train.py", "transform: there is no 'clop'. Did you mean 'clip'?"),
+        ("transfrom=clip -- train.py", "transfrom: did you mean 'transform'? There is no"),
+        ("transform=clop -- train.py", "transform: did you mean 'clip' or 'clamp'?"),
         ("transform=clip,sign -- train.py", "transform: one value a command; with the same study="),
         ("-m transform=clip -- train.py", "-m: one value a command"),
+        ("seeds=1 -- -m", "write python -m gradsurg.script seeds=1 -- -m MODULE: MODULE is missi"),
         ("aggregator=pcgrad -- train.py", "aggregator: pcgrad cannot act in a script as it is"),
         ("task=digits -- train.py", "task: is the script's own. Give it behind --"),
         ("steps=10 -- train.py", "steps: is the script's own. Give it behind --"),
@@ -42,7 +49,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("tune=lr -- train.py", "tune: lr needs values, such as"),
         (
             "transform=clip tune=transform.clip.valu=[1,2] -- train.py",
-            "tune: transform.clip.valu: 'valu' is not a key there. Did you mean 'value'?",
+            "tune: transform.clip.valu: did you mean 'value'? There is no key",
         ),
     ],
 )
@@ -50,6 +57,15 @@ def test_a_wrong_word_is_named_with_the_rule(words: str, fault: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(words.split(" "))
     assert error.value.faults[0].startswith(fault)
+
+
+def test_a_missing_script_and_a_wrong_word_are_both_told() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["transform=clop", "--", "no.py"])
+    assert [fault.partition(":")[0] for fault in error.value.faults] == ["no.py", "transform"]
+    with pytest.raises(ConfigError) as error:
+        parse(["transfrom=clip", "seeds=0", "--", "no.py"])
+    assert [fault.partition(":")[0] for fault in error.value.faults] == ["no.py", "transfrom"]
 
 
 def test_the_words_of_the_script_stay_as_they_are_and_name_the_study() -> None:

@@ -264,7 +264,7 @@ def test_one_process_transforms_its_own_gradient(stage: str) -> None:
 def test_refusals_name_the_reason() -> None:
     found = in_ranks(2, _refusals)
     assert "default_hooks.allreduce_hook already" in found["foreign"]
-    assert "need the same reduce, found allreduce and fp16" in found["two"]
+    assert "the same reduce, found allreduce and fp16" in found["two"]
     assert "inside a backward pass" in found["inside"]
     assert "ArithmeticError: of the transform" in found["failing"]
     assert "can only be called once" in found["late"]

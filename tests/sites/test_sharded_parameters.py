@@ -190,6 +190,6 @@ def test_what_does_not_act_on_parts_is_told() -> None:
     assert "needs whole gradients. Use stage='step'" in found["norm"]
     assert "reads the newest forward. Use stage='step'" in found["batch"]
     assert "those of sharded parameters were gathered" in found["gathered"]
-    assert "has the state of 3 processes" in found["resumed"]
+    assert "resume with 3 processes" in found["resumed"]
     assert "found 2 processes" in found["resumed"]
-    assert "are not hooked, as after fully_shard: 0.weight" in found["late"]
+    assert "are not hooked, for example after fully_shard: 0.weight" in found["late"]

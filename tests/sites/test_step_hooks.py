@@ -372,7 +372,7 @@ def test_two_groups_act_once_in_a_round_also_of_two_surgeries() -> None:
     optimizers = _two(model)
     items = [gs.Intervention(CLIP), gs.Intervention(gs.RescaleGlobalNorm())]
     with (
-        pytest.warns(gs.SurgeryWarning, match="two open surgeries have this intervention"),
+        pytest.warns(gs.SurgeryWarning, match="two surgeries with this intervention are attached"),
         gs.Surgery(*items).attach(model, optimizers) as live,
         gs.Surgery(*items).attach(model, optimizers) as other,
     ):
@@ -511,7 +511,7 @@ def test_of_two_surgeries_that_scale_in_place_one_warns() -> None:
     model = small()
     optimizer, scale = sgd(model), gs.Scale(0.5)
     with (
-        pytest.warns(gs.SurgeryWarning, match="two open surgeries have this intervention"),
+        pytest.warns(gs.SurgeryWarning, match="two surgeries with this intervention are attached"),
         attached(model, scale, STEP, optimizer, effects_every=0),
         attached(model, scale, STEP, optimizer, effects_every=0),
     ):

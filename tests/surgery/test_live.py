@@ -168,7 +168,9 @@ def test_the_surgery_follows_and_stays_so_after_the_block() -> None:
     other.load_state_dict(state)
     with pytest.raises(ValueError, match="this state is of"):
         gs.Surgery(_scale(2.0), _scale(3.0)).load_state_dict(state)
-    twice = pytest.warns(gs.SurgeryWarning, match="two open surgeries have this intervention")
+    twice = pytest.warns(
+        gs.SurgeryWarning, match="two surgeries with this intervention are attached"
+    )
     with twice, surgery.attach(model), other.attach(model):
         # The mean stays 4, so 4 + 4; of that 4 times is 32, the mean (4 + 32) / 2, so 32 + 18.
         assert _passed(model) == 50.0

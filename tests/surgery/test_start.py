@@ -223,7 +223,7 @@ def test_equal_surgeries_on_one_model_are_told_once_when_both_change_a_gradient(
     if has_acted:
         backward(model)
     second = gs.Surgery(TWICE[name]).start(model)
-    text = ": two open surgeries have this intervention, and both changed the gradient at '"
+    text = ": two surgeries with this intervention are attached, and both changed the gradient at '"
     with pytest.warns(gs.SurgeryWarning, match=text) as caught:
         for _ in range(2):
             backward(model)

@@ -67,7 +67,7 @@ def test_a_plain_callable_acts_and_is_warned_about_where_it_matters() -> None:
     assert not any(grad.any() for grad in gradients(model).values())
     optimizer = sgd(model)
     with (
-        pytest.warns(gs.SurgeryWarning, match="not known to be linear"),
+        pytest.warns(gs.SurgeryWarning, match="unless the transform is linear"),
         attached(model, torch.zeros_like, None, optimizer),
     ):
         backward(model)
@@ -231,7 +231,7 @@ def test_a_scaler_that_was_not_told_is_noticed_at_its_first_step(
         with pytest.raises(ValueError, match="loss scale"):
             live.add(gs.Intervention(gs.Clip(1.0)))
     (text,) = [str(warning.message) for warning in caught]
-    assert "a GradScaler makes the steps, and attach was not told of it" in text
+    assert "a GradScaler calls the optimizer, and attach did not get it" in text
     assert f"{name}(" in text
 
 

@@ -25,7 +25,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
         (gs.Steps, {"every": 0}, "Steps.every: must be >= 1, found 0"),
         (gs.Steps, {"start": 5, "stop": 5}, "Steps.stop: must be > start (5), found 5"),
         (gs.Steps, {"start": 1.5}, "Steps.start: must be a whole number, found 1.5"),
-        (gs.Steps, {"strat": 5}, "Did you mean 'start'?"),
+        (gs.Steps, {"strat": 5}, "did you mean 'start'?"),
         (gs.Every, {}, "Every.count: is required"),
         (gs.Every, {"count": 0}, "Every.count: must be >= 1, found 0"),
         (gs.Every, {"count": 2, "offset": -1}, "Every.offset: must be >= 0, found -1"),

@@ -182,7 +182,7 @@ def test_an_epoch_without_steps_is_refused(length: int) -> None:
         (gs.Every(2), None, "Every: no optimizer step was counted"),
         (gs.Phase("train"), None, "Phase: no optimizer step was counted"),
         (gs.Probability(1.0), None, "Probability: no optimizer step was counted"),
-        (gs.Epochs(), None, "Epochs: no epoch was counted; give Epochs a length"),
+        (gs.Epochs(), None, "Epochs: no epoch was counted. Use Epochs"),
         (gs.Epochs(length=3), None, "Epochs: no optimizer step was counted"),
         (gs.Epochs(), 3, "Epochs: no optimizer step was counted"),
         (gs.Always() & ~gs.Steps(start=4), None, "Steps: no optimizer step was counted"),

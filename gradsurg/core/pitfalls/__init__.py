@@ -24,13 +24,13 @@ class Selected(Protocol):
 CONTEXTS: Mapping[str, str] = {
     "eager": "Plain training.",
     "no_grad": "The model is called under `torch.no_grad()`, and no backward pass follows.",
-    "in-place consumer": "The next module writes into the tensor, as `ReLU(inplace=True)` does.",
+    "in-place consumer": "The next module writes into the tensor, such as `ReLU(inplace=True)`.",
     "checkpoint, non-reentrant": "The layers are in a `checkpoint(..., use_reentrant=False)`.",
     "checkpoint, reentrant": "The layers are in a `checkpoint(..., use_reentrant=True)`.",
     "autocast + GradScaler": "Mixed precision with a loss scale; the scaler is given to `attach`.",
     "accumulation": "Two backward passes before one optimizer step.",
-    "torch.compile inside the block": "The model is compiled after attaching.",
-    "torch.compile before it": "The model was compiled, and called, before attaching.",
+    "torch.compile after attaching": "The model is compiled in the block.",
+    "torch.compile before attaching": "The model was compiled, and called, before attaching.",
     "torch.func": "`torch.func.grad` of a `functional_call` of the model.",
     "double backward": "A gradient is taken with `create_graph=True` and is part of the loss.",
     "autograd.grad": "The gradients come from `torch.autograd.grad`, not from `backward`.",
@@ -39,7 +39,7 @@ CONTEXTS: Mapping[str, str] = {
     "threads": "Forward and backward pass run in another thread than `attach`.",
     "DDP": "The model is in `DistributedDataParallel`, in two processes.",
     "FSDP2": "The parameters are sharded by `fully_shard` over two processes.",
-    "torchrun": "As DDP, in processes that torchrun has started.",
+    "torchrun": "Like DDP, in processes that torchrun has started.",
 }
 """The columns of the table in the README of the sites, with their meanings."""
 
@@ -81,7 +81,7 @@ LISTENING: Mapping[type[Pitfall], tuple[str, ...]] = {
 
 
 def listening(kinds: Collection[str]) -> Iterator[type[Pitfall]]:
-    """Yield the pitfalls that listen, of which a kind is one of `kinds`, as "Inputs.total"."""
+    """Yield the pitfalls that listen and concern one of `kinds`, such as "Inputs.total"."""
     present = {"*", *kinds, *(kind.partition(".")[0] for kind in kinds)}
     for each in LISTENING:
         if any(not present.isdisjoint(cell.kinds.split()) for cell in each.cells):
@@ -127,7 +127,8 @@ def refusal(
 def outcomes(at: Selected) -> str:
     """Return the outcomes of a selector in each context, with reasons and suggestions.
 
-    The README of the sites has a table of the contexts: `print(outcomes(gs.Outputs()))`.
+    Words between asterisks stand for what an error or warning fills in. The README of the sites has
+    a table of the contexts: `print(outcomes(gs.Outputs()))`.
     """
     parts = []
     for kind in at.leaves:
@@ -135,7 +136,7 @@ def outcomes(at: Selected) -> str:
         others = {cell.context for cell in cells}
         acts = "; ".join(name for name in CONTEXTS if name not in others)
         parts.append(f"{type(kind).__name__} ({', '.join(_modes(kind))}) acts in: {acts}")
-        parts += [f"  {cell.outcome} in {cell.context}: {cell.text}" for cell in cells]
+        parts += [f"  {cell.outcome} ({cell.context}): {cell.text}" for cell in cells]
     return re.sub(r"'?\{(\w+)\}'?", r"*\1*", "\n".join(parts))
 
 
@@ -146,12 +147,12 @@ def visible_contexts(model: nn.Module) -> list[str]:
     compiled model was called before is taken from the process, which may have called another.
     """
     modules = [*model.modules()]
-    when = "before it" if compiling.has_compiled() else "inside the block"
+    when = "before" if compiling.has_compiled() else "after"
     tests = {
         "DDP": any(isinstance(module, DistributedDataParallel) for module in modules),
         "static_graph": any(vars(module).get("static_graph") for module in modules),
         "FSDP2": any(map(autograd.is_sharded, model.parameters())),
-        f"torch.compile {when}": any(map(compiling.is_compiled, modules)),
+        f"torch.compile {when} attaching": any(map(compiling.is_compiled, modules)),
         "TorchScript": any(isinstance(module, ScriptModule) for module in modules),
     }
     checkpoints = {_checkpoint(module) for module in modules} - {""}

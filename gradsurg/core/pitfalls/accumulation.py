@@ -11,7 +11,7 @@ from gradsurg.core.pitfalls.base import (
 
 
 class PartsOfASum(Pitfall):
-    """A hook of a parameter gets the gradient of each backward pass alone.
+    """A hook of a parameter gets the gradient of each backward pass separately.
 
     Unless a function is linear, its results for the parts do not add up to that for the sum. A hook
     after accumulation gets the parameter, with the sum of all passes so far in `.grad`. If it
@@ -30,12 +30,13 @@ class PartsOfASum(Pitfall):
 
     cells = (
         Cell("accumulation", RUNNING).warned(
-            "each pass acts on the running sum, with its own earlier results. "
-            "Use stage='step' for the sum of all passes, or stage='backward' for each alone."
+            "each backward pass transforms the sum so far, with its own earlier results in it. "
+            "Use stage='step' for the sum of all passes, or stage='backward' for each separately."
         ),
         Cell("accumulation, not linear", f"{RUNNING} Parameters.backward").warned(
-            "site '{site}' had {number} gradients in one {period}, and the transform is not known "
-            "to be linear on their sum. Use stage='step' for the sum."
+            "site '{site}' had {number} gradients in one {period}. Each was transformed, and "
+            "their sum is not the transformed sum, unless the transform is linear. "
+            "Use stage='step' for the sum."
         ),
     )
 

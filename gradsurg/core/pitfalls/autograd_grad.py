@@ -25,7 +25,8 @@ class FunctionalGradients(Pitfall):
             "torch.autograd.grad does not write to .grad. Use stage='backward', or Captured."
         ),
         Cell("threads", "Captured").reported(
-            "calls of torch.autograd.grad are seen in the thread of attach alone. Attach there."
+            "calls of torch.autograd.grad are seen only in the thread that called attach. "
+            "Attach in the thread that calls it."
         ),
         Cell("is_grads_batched", "Captured").refused(
             "it gets many gradients at once by is_grads_batched=True, and a transform takes one. "
@@ -33,6 +34,6 @@ class FunctionalGradients(Pitfall):
         ),
         Cell("vmap", "*").refused(
             "{transform} keeps one state for a site, which has many gradients at once there. "
-            "Differentiate for each of them."
+            "Take one gradient at a time, without vmap or is_grads_batched."
         ),
     )

@@ -38,7 +38,7 @@ class Cell(NamedTuple):
     text: str = ""
 
     def refused(self, text: str) -> "Cell":
-        """The cell, where gradsurg raises `error`."""
+        """The cell, where gradsurg raises `error`, or PyTorch an error of its own."""
         return self._replace(outcome="refused", text=text)
 
     def warned(self, text: str) -> "Cell":
@@ -57,12 +57,13 @@ class Cell(NamedTuple):
 class AttachmentLike(Protocol):
     """The part of an `Attachment` that pitfalls use; its `steps` are `OptimizerSteps`.
 
-    `first_step` is the step at which it was attached. `is_compiled` says that the compiled form of
-    the model was, `scaler` is the GradScaler that was given to `attach`. `params_of` a model, with
-    their names and owners, are read once for all that attach or close. `at_first_steps` are called
-    when the first steps have ended. `enter_unmet` enters into the ledger the names at which no site
-    was met. `tell` lets the pitfalls know of a moment. `warn_unknown_scaler` lets the aggregators
-    warn of a scaler that was found. `warn_once` warns at once, and once for each `key`.
+    `first_step` is the step at which it was attached. `is_compiled`: the compiled form of the model
+    was attached. `scaler` is the GradScaler that was given to `attach`. `params_of` returns the
+    parameters of a model with their names and owners; they are read once for all surgeries that
+    attach or close together. `at_first_steps` are called when the first steps have ended.
+    `enter_unmet` enters into the ledger the names at which no site was reached. `tell` reports a
+    moment to the pitfalls. `warn_unknown_scaler` lets the aggregators warn of a scaler that was
+    found. `warn_once` warns at once, and once for each `key`.
     """
 
     clock: Clock
@@ -94,11 +95,11 @@ Texts = Iterable[str] | None
 class Pitfall:
     """A way in which PyTorch's hooks mislead, with its `cells` of the table of contexts.
 
-    A pitfall may listen at moments of a surgery: it overrides their methods, and others are not
-    entered. Its object is made for one attachment of which a kind is in its cells, and none in
-    `shadow` without effects. Texts that a method returns are emitted as warnings at once, each
-    once. `stack` takes the removals of hooks; it is closed with the surgery, also if that is
-    dropped. `done` are the moments at which it need not listen any more.
+    A pitfall may listen at moments of a surgery: it overrides the methods of these moments, and
+    only those are called. One object is made for each attachment that has a kind of site in
+    `cells`, except in `shadow` without effects. Texts that a method returns are emitted as warnings
+    at once, each once. `stack` takes the functions that remove hooks; it is closed with the
+    surgery, even if that is dropped. `done` are the moments at which it need not listen any more.
     """
 
     cells: ClassVar[tuple[Cell, ...]] = ()

@@ -21,10 +21,11 @@ EXAMINED = 4
 class SecondCalls(Pitfall):
     """A checkpoint calls its function again in the backward pass, with all forward hooks.
 
-    It compares the shapes of the results alone: a hook that returns another value at the second
-    call makes gradients wrong without an error. A reentrant checkpoint makes no graph before that,
-    and runs a backward pass of its own: a weight that several of them use has one gradient, and one
-    call of its hook, in each. `torch.autograd.grad` finds no path to the parameters.
+    A checkpoint compares only the shapes of the results: a hook that returns another value at the
+    second call makes gradients wrong without an error. A reentrant checkpoint makes no graph in the
+    forward pass, so `torch.autograd.grad` finds no path to the parameters. In the backward pass it
+    runs a backward pass of its own. A weight that several reentrant checkpoints use has one
+    gradient, and one call of its hook, in each of them.
 
     >>> layer, x = nn.Linear(1, 1), torch.ones(1, 1, requires_grad=True)
     >>> handle = layer.register_forward_hook(lambda *_: print("called"))
@@ -39,10 +40,12 @@ class SecondCalls(Pitfall):
 
     cells = (
         Cell("checkpoint", "Activations EveryModule").refused(
-            "it is recomputed by a checkpoint, which must give the same values again: {why}."
+            "a checkpoint computes it again and must get the same values: {why}. "
+            "Or do not checkpoint this module."
         ),
         Cell("checkpoint, reentrant", "Uses").reported(
-            "the uses are made in the backward pass. Use checkpoint(use_reentrant=False)."
+            "a reentrant checkpoint makes its graph in the backward pass. "
+            "Use checkpoint(use_reentrant=False)."
         ),
         Cell("checkpoint, reentrant", "Captured").impossible(
             "torch.autograd.grad finds no parameters. Use checkpoint(use_reentrant=False)."
@@ -74,7 +77,7 @@ class SecondCalls(Pitfall):
         place = operation, hook.entry.site
         is_linear = "linear" in operation.intervention.operator.properties
         if place in self._roots and self._roots[place]() is root and not is_linear:
-            warn_of_parts(attachment, hook, 2, "backward pass, as of reentrant checkpoints,")
+            warn_of_parts(attachment, hook, 2, "backward pass (of reentrant checkpoints)")
         self._roots[place] = ref(root)
 
     def further_gradient(self, attachment: AttachmentLike, hook: SiteHook, call: int) -> None:

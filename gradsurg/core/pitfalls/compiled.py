@@ -5,9 +5,9 @@ from torch import nn
 from gradsurg.core.pitfalls.base import MODULES, Cell, Pitfall
 from gradsurg.torch_internals import compiling
 
-_LATE = "compiled code does not see hooks that come later"
-_BEFORE = "attach before its first call, or call torch.compiler.reset() in the block"
-_AS_ONE_NODE = "what is compiled runs as one node. Use Outputs there."
+_LATE = "compiled code ignores hooks that are registered later"
+_BEFORE = "ttach before its first call, or call torch.compiler.reset() in the block"
+_AS_ONE_NODE = "compiled code runs as one node. Use Outputs."
 
 
 class OtherCode(Pitfall):
@@ -31,34 +31,36 @@ class OtherCode(Pitfall):
     """
 
     cells = (
-        Cell("torch.compile inside the block", "Nodes", LookupError).refused(_AS_ONE_NODE),
-        Cell("torch.compile before it", "Nodes", LookupError).refused(_AS_ONE_NODE),
-        Cell("torch.compile before it", "Uses", LookupError).refused(
+        Cell("torch.compile after attaching", "Nodes", LookupError).refused(_AS_ONE_NODE),
+        Cell("torch.compile before attaching", "Nodes", LookupError).refused(_AS_ONE_NODE),
+        Cell("torch.compile before attaching", "Uses", LookupError).refused(
             "the uses inside compiled code are not found. "
             "Attach before its first call, or call torch.compiler.reset()."
         ),
-        Cell("torch.compile before it", f"{MODULES} SavedTensors").reported(f"{_LATE}; {_BEFORE}"),
+        Cell("torch.compile before attaching", f"{MODULES} SavedTensors").reported(
+            f"{_LATE}. A{_BEFORE}."
+        ),
         Cell("torch.export", "Nodes Uses Captured SavedTensors", LookupError).refused(
-            "an exported model calls none of its modules. Select nodes without module=, "
-            "parameters, 'root' or 'block', or attach before torch.export."
+            "an exported model calls none of its modules. Attach before torch.export, or use "
+            "Parameters, Nodes without module=, Outputs('root') or SavedTensors('block')."
         ),
         Cell("TorchScript", f"{MODULES} SavedTensors Nodes Uses Captured", ValueError).refused(
-            "it is a ScriptModule, which runs no Python hooks. Act at Parameters or Weights, or "
+            "it is a ScriptModule, which runs no Python hooks. Use Parameters or Weights, or "
             "call torch.jit.script after the block."
         ),
     )
 
     @classmethod
     def reason(cls, model: nn.Module, is_compiled: bool, has_acted: bool) -> str:
-        """Why hooks of a model may not have run in a process that had compiled code.
+        """Why hooks of a model may not have run in a process that had compiled code, as sentences.
 
-        `is_compiled` says that the compiled form of the model was attached, `has_acted` that any
-        hook ran. Empty if nothing explains it.
+        `is_compiled`: the compiled form of the model was attached. `has_acted`: some hook ran.
+        Empty if nothing explains it.
         """
         named = model.named_modules()
         wrappers = [name for name, module in named if compiling.is_wrapper(module)]
         if not wrappers and has_acted and not is_compiled:
             return ""
-        inside = ", ".join(f"'{name.replace('._orig_mod', '')}'" for name in wrappers)
-        compiled = inside or "code of this process, it may be the model,"
-        return f" (torch.compile had compiled {compiled} before, and {_LATE}: {_BEFORE})"
+        if inside := ", ".join(f"'{name.replace('._orig_mod', '')}'" for name in wrappers):
+            return f". {inside} was compiled before. A{_BEFORE}: {_LATE}"
+        return f". If the model was compiled before, a{_BEFORE}: {_LATE}"

@@ -26,11 +26,11 @@ class OneCommunicationHook(Pitfall):
 
     cells = (
         Cell("foreign communication hook", "Buckets").refused(
-            "the model has the communication hook {hook} already, and takes one alone. "
-            "Use Parameters with stage='backward_end', which acts after it."
+            "the model has the communication hook {hook} already, and can have only one. "
+            "Use Parameters with stage='backward_end', which acts on the averaged gradient."
         ),
         Cell("different averages", "Buckets", ValueError).refused(
-            "all of a model need the same reduce, found {found} and {own}."
+            "give all Buckets of a model the same reduce, found {found} and {own}."
         ),
         Cell("attached in a backward pass", "Buckets").refused(
             "cannot be attached inside a backward pass, where some gradients are averaged already. "

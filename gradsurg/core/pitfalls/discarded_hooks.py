@@ -23,8 +23,8 @@ class DiscardedHooks(Pitfall):
 
     cells = (
         Cell("hooks of C++ code", "Parameters.backward").warned(
-            "a hook that C++ code registered on {names} has discarded the one here; since then "
-            "gradients passed unchanged; use stage='accumulated'"
+            "a hook that C++ code registered on {names} has replaced this one, and gradients "
+            "pass unchanged. Use stage='accumulated'"
         ),
     )
 

@@ -23,17 +23,18 @@ class Sharded(Pitfall):
             "stage='step' or stage='accumulated', or Outputs, Inputs or Nodes."
         ),
         Cell("FSDP2, meshes", "Parameters", TypeError).refused(
-            "sharded over a mesh of {ndim} dimensions, needs one dimension."
+            "the parameters are sharded over a mesh of {ndim} dimensions. "
+            "Use a mesh of one dimension."
         ),
         Cell("FSDP2, resumed", "Parameters", ValueError).refused(
-            "the surgery has the state of {made} processes, each with its part of the parameters; "
+            "resume with {made} processes: the state holds the parts of {made} processes, "
             "found {found} processes."
         ),
         Cell("FSDP2, accumulated", "Parameters", ValueError).refused(
-            "the parameters are sharded, and {reason}. Use stage='step'."
+            "the parameters are sharded: {reason}. Use stage='step'."
         ),
         Cell("FSDP2, aggregators", "SharedParameters", TypeError).refused(
-            "the parameters are sharded, and {reason}. "
+            "the parameters are sharded: {reason}. "
             "Use another aggregator, or DistributedDataParallel."
         ),
     )

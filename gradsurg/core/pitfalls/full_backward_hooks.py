@@ -4,7 +4,7 @@ from gradsurg.core.pitfalls.base import FULL_HOOKS, Cell, Pitfall
 
 
 class FullBackwardHooks(Pitfall):
-    """A full backward hook puts an `autograd.Function` around the tensors of a call.
+    """A full backward hook passes the tensors of a call through an `autograd.Function`.
 
     It finds arguments and outputs that are tensors, and tuples of outputs; for tensors in other
     containers it is not called. It makes inputs and outputs views, which PyTorch protects from
@@ -30,16 +30,16 @@ class FullBackwardHooks(Pitfall):
 
     cells = (
         Cell("legacy hooks", "ModuleGradients EveryModule", ValueError).refused(
-            "it had hooks of the deprecated register_backward_hook kind, which PyTorch does not "
-            "have beside full ones. Use Outputs or Inputs."
+            "it has hooks of the deprecated register_backward_hook, which PyTorch does not allow "
+            "together with full hooks. Use Outputs or Inputs."
         ),
         Cell("nested tensors", "ModuleGradients EveryModule").refused(
             "a full backward hook gets tensors and tuples of them, and those that need a gradient "
             "are inside {where}. Use Outputs or Inputs."
         ),
         Cell("in-place consumer", FULL_HOOKS).refused(
-            "PyTorch allows no in-place change of a tensor with a full backward hook. "
-            "Use Outputs or Inputs, or inplace=False."
+            "PyTorch raises an error, because it allows no in-place change of a tensor with a full "
+            "backward hook. Use Outputs or Inputs, or inplace=False."
         ),
         Cell("torch.func", FULL_HOOKS).refused(
             "torch.func has no full backward hooks. Use Outputs or Inputs."

@@ -24,7 +24,7 @@ class WrittenTensor(Pitfall):
             "Use Outputs of the module before."
         ),
         Cell("in-place write", "Inputs").refused(
-            "the module {fault}: a hook would see none or a part of the gradient. "
+            "the module {fault}: a hook would get no gradient, or only a part of it. "
             "Use Outputs of the module before, or path='total' for a tensor that is no view."
         ),
         Cell("in-place consumer", "Inputs.branch").refused(

@@ -30,12 +30,12 @@ class LossScale(Pitfall):
         Cell(
             "loss scale", f"{RUNNING} Parameters.backward {GRADIENTS} {FULL_HOOKS}", ValueError
         ).refused(
-            "{transform} depends on the size of the gradient, which is times the loss scale here. "
-            "Use Parameters(stage='step')."
+            "{transform} depends on the size of the gradient, which is multiplied by the loss "
+            "scale here. Use Parameters(stage='step')."
         ),
         Cell("loss scale, not given to attach", "*").warned(
-            "a GradScaler makes the steps, and attach was not told of it. {error}. "
-            "Use Parameters(stage='step'), and attach(..., scaler=scaler)."
+            "a GradScaler calls the optimizer, and attach did not get it. {error}. "
+            "Use attach(.., scaler=scaler) together with Parameters(stage='step')."
         ),
     )
 

@@ -10,7 +10,7 @@ from gradsurg.triggers.base import WHEN
 
 
 class NanStates(Pitfall):
-    """One NaN in a gradient stays in a mean over steps, also if a GradScaler skips the step.
+    """One NaN in a gradient stays in a mean over steps, even if a GradScaler skips the step.
 
     >>> mean = torch.zeros(1)
     >>> for grad in (1.0, float("nan"), 1.0): mean = 0.9 * mean + 0.1 * grad
@@ -20,7 +20,8 @@ class NanStates(Pitfall):
 
     cells = (
         Cell("NaN in a state", "*").warned(
-            "put Sanitize before {transform}: its state at {sites} holds a NaN at step {step}"
+            "put Sanitize before {transform}, to remove NaN from its gradients: the state of "
+            "{transform} at {sites} holds a NaN, seen at step {step}"
         ),
     )
 

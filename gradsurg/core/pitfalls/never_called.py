@@ -19,7 +19,8 @@ class NeverCalled(Pitfall):
     """A hook is called when its gradient is computed. If none is, PyTorch says nothing.
 
     The loss may not depend on a tensor, the model may not call a module, or gradients may be
-    disabled. An edge of a node without a next one belongs to an input that needs no gradient.
+    disabled. An edge of a node that leads to no other node belongs to an input that needs no
+    gradient.
 
     >>> used, unused = (torch.ones(1, requires_grad=True) for _ in range(2))
     >>> handle = unused.register_hook(lambda grad: print("called"))
@@ -31,13 +32,13 @@ class NeverCalled(Pitfall):
 
     cells = (
         Cell("the loss does not depend on a site", "*").reported(
-            "attached, and in the first steps no gradient has passed at: {sites}"
+            "no gradient passed at {sites} in the first steps"
         ),
         Cell("no_grad", f"{PARAMETERS} {GRADIENTS} {FULL_HOOKS} SavedTensors").reported(
             "no gradient is computed, so nothing passes. Run a backward pass in the block."
         ),
         Cell("edges of a node", "Nodes.leave", LookupError).refused(
-            "it has no such edge that takes a gradient. There are: {edges}."
+            "it has no such edge that takes a gradient. Edges that do: {edges}."
         ),
     )
 
@@ -58,7 +59,7 @@ class NeverCalled(Pitfall):
             if operation.answer is not False and operation.stage != "captured" and not has_acted:
                 sites = attachment.ledger.silent(label) or "any site"
                 text = self.text("the loss does not depend on a site", sites=sites)
-                reason = self._reason(attachment, operation)
+                reason = self._reason(attachment, operation) or ". Does the loss depend on it?"
                 attachment.warn_once(f"{label}: {text}{reason}", key=f"{label} silent")
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
@@ -69,7 +70,7 @@ class NeverCalled(Pitfall):
             yield from attachment.ledger.warnings(label, attachment.first_step, reason)
         for label, reason in reasons.items():
             if not attachment.ledger.of(label):
-                text = "attached, but none of its sites was met: was the model called?"
+                text = "none of its sites was reached. Call the model inside the block"
                 yield f"{label}: {text}{reason}"
 
     def _reason(self, attachment: AttachmentLike, operation: Operation) -> str:

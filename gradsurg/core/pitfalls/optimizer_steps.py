@@ -1,4 +1,4 @@
-"""Step hooks belong to one optimizer, and run around its `step` alone."""
+"""Step hooks belong to one optimizer, and run only around its `step`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,27 +40,28 @@ class StepHooks(Pitfall):
 
     cells = (
         Cell("LBFGS", "Parameters", ValueError).refused(
-            "LBFGS also steps without gradients, so that no step of it can be skipped. "
-            "Choose another optimizer."
+            "the intervention needs steps that can be skipped, and LBFGS also steps without "
+            "gradients. Choose another optimizer."
         ),
         Cell("LBFGS", "Updates MatchedUpdates", ValueError).refused(
             "cannot act on LBFGS, which computes curvature from its own updates."
         ),
         Cell("several optimizers", "Updates MatchedUpdates Weights", ValueError).refused(
-            "the transform needs a whole group at once, and two optimizers share it. "
-            "Select the parameters of each in an intervention of its own."
+            "the transform needs all of its parameters at once, and two optimizers hold them. "
+            "Use an intervention for the parameters of each optimizer."
         ),
         Cell("no optimizer", "*").warned(
-            "{triggers}: no optimizer step was counted{since}; attach(model, optimizer), "
-            "live.bind(optimizer) or call live.tick() after each step"
+            "{triggers}: no optimizer step was counted{since}, so the step stays the same. Use "
+            "attach(model, optimizer), live.bind(optimizer), or live.tick() after each step"
         ),
         Cell("epochs", "*").warned(
-            "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, or "
-            "call live.next_epoch()"
+            "Epochs: no epoch was counted. Use Epochs(length=..), attach(.., steps_per_epoch=..), "
+            "or live.next_epoch() after each epoch"
         ),
         Cell("another optimizer", "*").warned(
-            "no step of {optimizer} was counted, though the weights have changed. Bind the "
-            "optimizer that steps, or call live.before_step() and live.tick()"
+            "no step of {optimizer} was counted, though the weights have changed. Call "
+            "live.bind(..) with the optimizer that steps, or live.before_step() before and "
+            "live.tick() after each step"
         ),
     )
 

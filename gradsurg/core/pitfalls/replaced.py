@@ -40,7 +40,7 @@ class Replaced(Pitfall):
     cells = (
         Cell("load_state_dict(assign=True)", f"{PARAMETERS} Captured").reported(
             "the new parameters are not hooked. "
-            "Attach after the change, or remove the intervention and add it again."
+            "Attach after the change, or call live.remove(..) and live.add(..)."
         ),
         Cell(
             "deepcopy", f"{PARAMETERS} {GRADIENTS} ModuleGradients Activations SavedTensors"
@@ -50,8 +50,8 @@ class Replaced(Pitfall):
             "Use Outputs or Inputs."
         ),
         Cell("modules or parameters are replaced", "*").warned(
-            "{change} while the block was open, and the new ones are not hooked{also}: {names}; "
-            "attach after the change, or remove the intervention and add it again"
+            "{change} in the block, and the new ones are not hooked{also}: {names}. "
+            "Attach after the change, or call live.remove(..) and live.add(..)"
         ),
     )
 
@@ -71,9 +71,13 @@ class Replaced(Pitfall):
                 found |= dict.fromkeys(self._unhooked(attachment, operation))
         params = (thing for thing in _things(attachment) if isinstance(thing, Tensor))
         is_sharded = found and any(map(autograd.is_sharded, params))
-        late = ", as after fully_shard" if is_sharded else ""
+        late = ", for example after fully_shard" if is_sharded else ""
         for is_param, change, also in (
-            (False, "modules were replaced or added", " or taken for a part of the one around it"),
+            (
+                False,
+                "modules were replaced or added",
+                ", or count as parts of the one around them",
+            ),
             (True, "parameters were replaced, added or unfrozen", late),
         ):
             if names := ", ".join(name for name, of_param in found if of_param is is_param):
@@ -160,7 +164,7 @@ class Parametrized(Pitfall):
 
     cells = (
         Cell("parametrized", PARAMETERS).warned(
-            "'{name}' is parametrized and not selected: its parameters are {parameters}"
+            "'{name}' is parametrized, and is not selected. Select its parameters: {parameters}"
         ),
     )
 

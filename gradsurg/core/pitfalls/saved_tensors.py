@@ -4,7 +4,7 @@ from gradsurg.core.pitfalls.base import Cell, Pitfall
 
 
 class OnePair(Pitfall):
-    """Of nested saved-tensor hooks the innermost pair alone is called.
+    """Of nested saved-tensor hooks only the innermost pair is called.
 
     A hook learns nothing of a tensor but its values, so that all of a block are one site. Inside
     torch.func PyTorch disables such hooks. A gradient is differentiated as if they had changed
@@ -23,22 +23,23 @@ class OnePair(Pitfall):
 
     cells = (
         Cell("other saved-tensor hooks", "SavedTensors").refused(
-            "there are hooks already, as those of a checkpoint, and a node takes one pair alone. "
+            "saved-tensor hooks are set already, such as those of a checkpoint, and a node can "
+            "have only one pair. "
             "Choose the module without node=."
         ),
         Cell("stateful transform", "SavedTensors", ValueError).refused(
-            "it is many tensors, and {what} remembers one thing for each site. "
+            "the site covers many tensors, and {what} keeps one state for each site. "
             "Choose modules or nodes."
         ),
         Cell("nested modules", "SavedTensors").refused(
             "another intervention selects {outer} around it, and a saved tensor belongs to the "
-            "innermost module alone. Let both select the same modules."
+            "innermost module only. Let both select the same modules."
         ),
         Cell("torch.func", "SavedTensors").refused(
             "PyTorch has no saved-tensor hooks inside torch.func. Use Activations."
         ),
         Cell("double backward", "SavedTensors").refused(
-            "it is read back under create_graph, and PyTorch cannot differentiate what is done. "
+            "with create_graph=True PyTorch would have to differentiate the change, and cannot. "
             "Use Activations, or no create_graph."
         ),
     )

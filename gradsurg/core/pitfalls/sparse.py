@@ -16,7 +16,7 @@ class SparseGradient(Pitfall):
 
     cells = (
         Cell("sparse gradient", "Parameters Buckets Captured", ValueError).refused(
-            "{transform} does not act on the values of a sparse gradient alone. "
+            "{transform} cannot act on only the stored values of a sparse gradient. "
             "Use an elementwise transform that keeps zero, or sparse=False."
         ),
     )

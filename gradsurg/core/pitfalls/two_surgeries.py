@@ -11,7 +11,7 @@ _open: "WeakSet[AttachmentLike]" = WeakSet()
 
 
 class TwoSurgeries(Pitfall):
-    """PyTorch calls a function that was registered twice twice.
+    """A function that is registered as a hook two times is called two times.
 
     >>> weight = torch.ones(1, requires_grad=True)
     >>> handles = [weight.register_hook(lambda grad: grad / 2) for _ in range(2)]
@@ -23,8 +23,8 @@ class TwoSurgeries(Pitfall):
 
     cells = (
         Cell("two surgeries", "*").warned(
-            "two open surgeries have this intervention, and both changed the gradient at "
-            "'{site}'; close() the one that is not meant"
+            "two surgeries with this intervention are attached, and both changed the gradient at "
+            "'{site}'. Leave the block of one of them, or call its live.close()"
         ),
     )
 
