@@ -94,7 +94,7 @@ class Catalogue(tuple[Entry, ...]):
     def overview(self) -> str:
         """Format the number of entries of each group, and the command that lists them."""
         counts = Counter(entry.group for entry in self).items()
-        notes = {"surgery": ", for your own Hydra app: +surgery=clip"}
+        notes = {"surgery": ", for your own Hydra app"}
         lines = [
             f"python -m gradsurg.run --list {key:<12} {n:>3} options{notes.get(key, '')}"
             for key, n in counts
