@@ -724,7 +724,7 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(kind: str) -> None:
     """All or nothing: the hooks of the intervention before it are gone."""
     told = pytest.raises(LookupError, match="Did you mean 'first")
     if kind.startswith("EveryModule"):  # a module outside the model may have it
-        told = pytest.warns(gs.SurgeryWarning, match="met")
+        told = pytest.warns(gs.SurgeryWarning, match="reached")
     arm, wrong = Arm("gradsurg", kind), select(kind, pattern(kind, "frist"))
     items = [gs.Intervention(gs.Identity(), at) for at in (select(kind), wrong)]
     before = hooks(arm.model, arm.optimizer)
