@@ -222,7 +222,7 @@ def test_an_error_in_a_study_file_is_reported_like_one_on_the_command_line(
 ) -> None:
     ended = here(*study_words(folder, STUDY.replace("sign", "sing")))
     assert ended.code == 2
-    assert "transform: there is no 'sing'." in ended.err
+    assert "transform: did you mean 'sign'? There is no 'sing'." in ended.err
     assert not (folder / "runs").exists()
 
 

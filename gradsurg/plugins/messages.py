@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
+from operator import ne
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -113,7 +114,8 @@ def similar(name: str, choices: Sequence[str]) -> list[str]:
     plain = {choice.lower(): choice for choice in choices}
     key = name.lower()
     close = get_close_matches(key, plain, MOST_SIMILAR)
-    close.sort(key=lambda each: (_edits(key, each), key[:2] != each[:2]))
+    # Of names with as many differences, those come first that differ later.
+    close.sort(key=lambda each: (_edits(key, each), [*map(ne, key, each)]))
     return [plain[each] for each in close if _ratio(key, each) >= _ratio(key, close[0]) - TIE][:2]
 
 

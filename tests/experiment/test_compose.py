@@ -326,7 +326,7 @@ def test_the_errors_of_all_jobs_of_a_sweep_are_reported_once_each() -> None:
         "lr: must be > 0.0, found -1",
         "lr: must be > 0.0, found -2",
         "transform: did you mean 'clip' or 'clamp'",
-        "transform: did you mean 'noise'",
+        "transform: did you mean 'none' or 'noise'",
     ]
 
 

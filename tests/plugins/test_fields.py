@@ -226,4 +226,4 @@ def test_an_unknown_name_gives_the_suggestion_first_and_a_whole_command(
     ],
 )
 def test_similar_names_are_ordered_by_the_letters_that_differ(name: str, near: list[str]) -> None:
-    assert similar(name, ["transform", "site", "steps", "seeds", "seed", "lr"]) == near
+    assert similar(name, ["transform", "site", "study", "steps", "seeds", "seed", "lr"]) == near

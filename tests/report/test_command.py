@@ -72,6 +72,20 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, word
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_missing_folder_gets_the_study_in_runs_that_was_meant(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    studies.paired(tmp_path / "runs" / "digits-mlp", "clip", [0.01])
+    study = Path("runs/digits-mlp")
+    for wrong in (f"{study}x", study.name, "nothing"):
+        assert main([wrong]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == f"did you mean '{study}'? There is no folder '{study}x'."
+    assert second == f"did you mean '{study}'? There is no folder '{study.name}'."
+    assert third == f"there is no folder 'nothing'. There are: {study}."
+
+
 def test_a_report_that_cannot_be_written_is_one_line_below_the_overview(
     tmp_path: Path, capsys
 ) -> None:
