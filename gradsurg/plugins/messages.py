@@ -6,7 +6,6 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
-from operator import ne
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -16,8 +15,6 @@ TEXT_WIDTH = 100
 """Columns of text that is not printed to a terminal."""
 NAMES_WIDTH = 48
 """Columns of the names in an error message."""
-MOST_SIMILAR, TIE = 5, 0.085
-"""Names that are compared with a wrong one, and the difference of ratios that count as equal."""
 MAX_PROSE_WIDTH = 120
 """Columns of a sentence in a wide terminal; tables use all."""
 
@@ -110,28 +107,11 @@ def no_key(key: str, known: Sequence[str], listed_by: str = "") -> str:
 
 
 def similar(name: str, choices: Sequence[str]) -> list[str]:
-    """Return the choice that is nearest to a name, and a second one that is almost as near."""
+    """Return the choice that is nearest to a name, and a second one if it is as near."""
     plain = {choice.lower(): choice for choice in choices}
-    key = name.lower()
-    close = get_close_matches(key, plain, MOST_SIMILAR)
-    # Of names with as many differences, those come first that differ later.
-    close.sort(key=lambda each: (_edits(key, each), [*map(ne, key, each)]))
-    return [plain[each] for each in close if _ratio(key, each) >= _ratio(key, close[0]) - TIE][:2]
-
-
-def _ratio(first: str, second: str) -> float:
-    return SequenceMatcher(None, second, first).ratio()
-
-
-def _edits(first: str, second: str) -> int:
-    """Return how many letters must be inserted, removed or replaced (Levenshtein's distance)."""
-    row = [*range(len(second) + 1)]
-    for number, letter in enumerate(first, 1):
-        previous, row = row, [number]
-        for place, other in enumerate(second):
-            replaced = previous[place] + (letter != other)
-            row.append(min(previous[place + 1] + 1, row[place] + 1, replaced))
-    return row[-1]
+    close = get_close_matches(name.lower(), plain, 2)
+    ratios = [SequenceMatcher(None, each, name.lower()).ratio() for each in close]
+    return [plain[each] for each, ratio in zip(close, ratios, strict=True) if ratio == ratios[0]]
 
 
 def _quoted(names: Sequence[str]) -> str:

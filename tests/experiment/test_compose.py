@@ -38,7 +38,7 @@ WRONG = (
     # options
     Wrong(
         "transform=clop",
-        "transform: did you mean 'clip' or 'clamp'? There is no 'clop'.",
+        "transform: did you mean 'clip'? There is no 'clop'.",
         " All: python -m gradsurg.run --list transform",
     ),
     Wrong(
@@ -325,8 +325,8 @@ def test_the_errors_of_all_jobs_of_a_sweep_are_reported_once_each() -> None:
     assert sorted(text.partition("? There")[0] for text in told) == [
         "lr: must be > 0.0, found -1",
         "lr: must be > 0.0, found -2",
-        "transform: did you mean 'clip' or 'clamp'",
-        "transform: did you mean 'none' or 'noise'",
+        "transform: did you mean 'clip'",
+        "transform: did you mean 'noise'",
     ]
 
 

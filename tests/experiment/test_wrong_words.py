@@ -117,7 +117,7 @@ for word in sys.argv[1:]:
 def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
     (folder / "mine.py").write_text("def halve(grad):\n    return grad / 2\n", encoding="utf-8")
     told = {
-        "transform=clpi": "transform: did you mean 'clip' or 'clamp'? There is no 'clpi'. ",
+        "transform=clpi": "transform: did you mean 'clip'? There is no 'clpi'. ",
         "transform=mine": "transform: write transform=mine.<name>, with a class or ",
         "transfrom=clip": "transfrom: did you mean 'transform'? ",
         "transform=clip; transform.value=1": "transform.value: did you mean transform.clip.value? ",

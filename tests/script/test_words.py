@@ -31,7 +31,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "tarin.py: did you mean 'train.py'? There is no such",
         ),
         ("transfrom=clip -- train.py", "transfrom: did you mean 'transform'? There is no"),
-        ("transform=clop -- train.py", "transform: did you mean 'clip' or 'clamp'?"),
+        ("transform=clop -- train.py", "transform: did you mean 'clip'?"),
         ("transform=clip,sign -- train.py", "transform: one value a command; with the same study="),
         ("-m transform=clip -- train.py", "-m: one value a command"),
         ("seeds=1 -- -m", "write python -m gradsurg.script seeds=1 -- -m MODULE: MODULE is missi"),
