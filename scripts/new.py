@@ -57,8 +57,8 @@ $code | class  | your fields, formula, properties and docstring (see CONTRIBUTIN
 $yaml | # | purpose in one line; '# Paper: ...', '# Also: other words'; every field
 $cases |     Row("$name" | results computed by hand, a row for each branch of the formula
 $more
-docs/draw_gallery.py | ILLUSTRATED | only if the picture shows no effect: fields for it
-CHANGELOG.md | ### New | its name in the item that fits, or a line of its own
+docs/draw_gallery.py | ILLUSTRATED | only if the picture shows no effect: fields or OF_NAMES
+CHANGELOG.md | ### New | a line at the end of this part, such as '- **Its name.** ...'
 """
 """The remaining steps of a contributor: file, begin of the line, instruction."""
 
@@ -71,6 +71,9 @@ tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its n
 tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the others
 tests/core/test_messages.py | ERRORS | only if it refuses some shapes: the error
 tests/hooks/test_batched_backward.py | DRAWS | only if it is random: its name
+tests/transforms/test_oracles.py | def test_autoclip | only if it has a state: a test of later steps
+tests/sites/test_step_hooks.py | SCALING | only if it is `Scaling` (tests `factors`): an instance
+tests/sites/test_sharded_parameters.py | AT_STEP | only if you write `acts_on_shards`: an instance
 tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all calls: its name""",
 )
 AGGREGATOR = Kind(
@@ -103,7 +106,7 @@ def main(words: list[str], root: Path = ROOT) -> int:
     if root == ROOT:
         check(kind, name, GENERATED)
     parts = dict.fromkeys([*name.split("_"), name.replace("_", "")])
-    lists = ", ".join(f"--list {word}" for word in parts)
+    lists = ", ".join(f"--list {asked.words[0]} {word}" for word in parts)
     print(f"Does it exist already? python -m gradsurg.run {lists}", *steps, sep="\n")
     return 0
 
