@@ -94,7 +94,11 @@ class Catalogue(tuple[Entry, ...]):
     def overview(self) -> str:
         """Format the number of entries of each group, and the command that lists them."""
         counts = Counter(entry.group for entry in self).items()
-        lines = [f"python -m gradsurg.run --list {key:<12} {n:>3} options" for key, n in counts]
+        notes = {"surgery": ", for your own Hydra app"}
+        lines = [
+            f"python -m gradsurg.run --list {key:<12} {n:>3} options{notes.get(key, '')}"
+            for key, n in counts
+        ]
         by_words = "python -m gradsurg.run --list weight decay"
         lines.append(f"{by_words}     options described by these words")
         return "\n".join([*lines, "With --json: all fields, as JSON."])
@@ -273,9 +277,10 @@ def _table(entries: Sequence[Entry], width: int) -> str:
         rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
     legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
     if any(entry.preset_of for entry in entries):
-        legend.append("(name): this option is the class of that name with other fields")
+        legend.append("(name): a preset, which is the option of that name with other fields")
     if any({*stages} > {*entry.stages} > set() for entry in entries):
-        legend.append(f"[..]: the stages at which it acts, if not all: {', '.join(stages)}")
+        where = "the stages at which it acts, if not all (gradsurg/sites/README.md)"
+        legend.append(f"[..]: {where}: {', '.join(stages)}")
     examples = (one.command for one in entries if f" {one.group}." in one.command)
     if command := next(examples, ""):
         words = command.removeprefix("python -m gradsurg.run ")

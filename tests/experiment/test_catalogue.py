@@ -162,7 +162,10 @@ def test_a_pipe_gets_80_columns_unless_they_are_set(
     monkeypatch.setenv("COLUMNS", "120")
     assert 110 < max(map(len, here("--list=recipe").out.splitlines())) <= 120
     assert json.loads(here("--list", "trigger", "--json").out) == json.loads(gs.list("when").json())
-    assert "--list transform " in here("--list").out
+    overview = here("--list").out
+    assert "--list transform " in overview
+    assert ", for your own Hydra app\n" in overview
+    assert max(map(len, overview.splitlines())) <= 80
 
 
 def test_the_legend_stands_above_the_table_and_each_class_in_it(here: Here) -> None:

@@ -193,7 +193,9 @@ def test_a_recomputation_that_would_give_other_values_is_refused(
     with attached(model, transform, at, when=when) as live:
         y = model(x)
         change(live)
-        with pytest.raises(RuntimeError, match=rf"'inner\.0#0': it is recomputed .*{why}"):
+        with pytest.raises(
+            RuntimeError, match=rf"'inner\.0#0': a checkpoint computes it again .*{why}"
+        ):
             y.backward()
 
 

@@ -74,7 +74,7 @@ def test_global_hooks_of_the_deprecated_kind_are_refused(monkeypatch: pytest.Mon
     handle = process.register_module_backward_hook(lambda module, entering, leaving: None)
     try:
         with (
-            pytest.raises(ValueError, match="the process': it had hooks of the deprecated"),
+            pytest.raises(ValueError, match="the process': it has hooks of the deprecated"),
             attached(small(), gs.Zero(), gs.EveryModule(kind="full_backward")),
         ):
             pass

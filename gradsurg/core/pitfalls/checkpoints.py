@@ -40,7 +40,7 @@ class SecondCalls(Pitfall):
 
     cells = (
         Cell("checkpoint, not repeatable", "Activations EveryModule").refused(
-            "a checkpoint computes it again and must get the same values: {why}. "
+            "a checkpoint computes it again and must get the same values, but {why}. "
             "Or do not checkpoint this module."
         ),
         Cell("checkpoint, reentrant", "Uses").reported(
