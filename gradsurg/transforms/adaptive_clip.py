@@ -35,7 +35,7 @@ class AdaptiveClip(GroupTransform):
 
     | `rule` | threshold c | source |
     |---|---|---|
-    | `zscore` | m + z^2 s / q if q = (n - m) / (s + 1e-6) > z, or none; s = sqrt(v) | ZClip |
+    | `zscore` | m + z^2 s / q if q = (n - m) / (s + 1e-6) > z, else none; s = sqrt(v) | ZClip |
     | `deviations` | m + z s | ZClip, `mode="percentile"` |
     | `ratio` | z max(m, 1e-6) | AdaGC |
     | `quantile` | the quantile z of the last `window` norms and n | AutoClip |

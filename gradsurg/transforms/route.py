@@ -39,8 +39,8 @@ class Route(Stateless):
     the masks of the paper's autoencoder.
 
     At least two axes, of which the first match the labels. Zero stays zero, NaN stays NaN, an
-    infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty tensor
-    stays empty.
+    infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), a tensor without
+    examples stays empty.
     """
 
     groups: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = (
