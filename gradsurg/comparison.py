@@ -34,9 +34,8 @@ class Comparison:
 
     The first number carries the verdict. Numbers whose name has "accuracy" are shares of 1.
     `margin` is the largest difference without practical importance, such as "0.5pp", 0.02 or "2%"
-    of the control. `against` is the name of the control arm.
-
-    A seed in which any number is not finite in either arm counts as diverged, and is in no mean.
+    of the control. `against` is the name of the control arm. A seed in which any number is not
+    finite in either arm counts as diverged, and is in no mean.
     """
 
     seeds: tuple[int, ...]
@@ -79,11 +78,9 @@ class Comparison:
         return text[:1].upper() + text[1:]
 
     def table(self) -> str:
-        """Return the outcomes of both arms and their paired differences as text, one row a number.
+        """Return the means of both arms and their paired differences as text, one row a number.
 
-        The columns are the means over the seeds that are finite in both arms, the difference with
-        the interval that inverts the sign-flip test (below 6 seeds the range), p, and the seeds
-        with a higher outcome.
+        The interval inverts the sign-flip test; below 6 seeds it is the range.
         """
         from gradsurg.report.tables import fitted, outcome_table
 
@@ -114,17 +111,15 @@ def compare(
         train: `train(model, surgery)` attaches the surgery it is given, trains, and returns a
             number or a dict of numbers, of which the first carries the verdict.
         seeds: With fewer than 6 no exact test can be significant.
-        control: The `plain` control gets an empty surgery. `norm_matched` gets the direction of the
-            plain gradient with the norm of the treated one, `update_norm_matched` the same of the
-            optimizer's update. `placebo` gets the norm of the treated gradient and its cosine to
-            the plain one in a random direction.
-        margin: Asks for equivalence: the largest difference without practical importance, such as
-            0.02, "0.5pp" or "2%".
+        control: `plain` gets an empty surgery. `norm_matched` gets the plain gradient at the norm
+            of the treated one, `update_norm_matched` the same of the optimizer's update. `placebo`
+            gets the norm of the treated gradient and its cosine to the plain one in a random
+            direction.
+        margin: Asks for equivalence within this difference, as in `Comparison`.
 
-    On a terminal and in a notebook the progress is shown. Needs the extra `run`; ImportError
-    without it. Raises TypeError for an argument of another kind. Raises ValueError if `seeds` < 1,
-    if the control is unknown or not for this surgery, if the margin is not a number, if the surgery
-    was never attached, or if the arms return different keys.
+    Needs the extra `run`; ImportError without it. Raises ValueError if `seeds` < 1, if the control
+    is unknown or not for this surgery, if the margin is not a number, if the surgery was never
+    attached, or if the arms return different keys.
 
     >>> def train(model, surgery):
     ...     with surgery.attach(model):

@@ -167,10 +167,7 @@ class Attachment:
         expectations.enter_unmet(self)
 
     def tell(self, moment: str, *found: object) -> None:
-        """Let the pitfalls that listen at a moment know what was found, and warn of what they say.
-
-        The moments are methods of `Pitfall`.
-        """
+        """Call the pitfalls that listen at a moment, a method of `Pitfall`; emit their warnings."""
         for listener in [*self.listeners[moment]]:  # a copy, as some are removed
             for text in listener(self, *found) or ():
                 self.warn_once(text)
@@ -272,10 +269,7 @@ class Attachment:
     def bind(
         self, optimizer: Optimizer | Sequence[Optimizer], clock: Optimizer | None = None
     ) -> None:
-        """Use these optimizers from now on, in the place of earlier ones; states are kept.
-
-        `clock` is the one whose steps are counted, by default the first.
-        """
+        """Use these optimizers from now on, keep states; count steps of `clock` or the first."""
         # Weakly: the hooks of an optimizer, which may outlive the surgery, hold the function.
         self.steps.bind(optimizer, clock, WeakMethod(self.tick))
         at_step = [each for each in self.operations if each.stage == "step"]

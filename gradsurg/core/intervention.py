@@ -434,10 +434,7 @@ def _facts_of(transform: Transform) -> Facts:
 
 
 def is_trusted(transform: Transform) -> bool:
-    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
-
-    Results of other transforms are checked at every gradient.
-    """
+    """Whether all parts of the transform are gradsurg's own; other results are all checked."""
     if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
         return False
     # Transforms in its fields, as the links of a `Chain`, may be a user's.
@@ -476,10 +473,7 @@ def _group_link(intervention: Intervention) -> Transform:
 
 
 def labels_of(intervention: Intervention, others: Iterable[Sequence[str]] = ()) -> tuple[str, ...]:
-    """A label for every link: its name, or its class in snake case, with `_2` if that is taken.
-
-    `others` are the labels of other interventions.
-    """
+    """A label for every link: its name or its class in snake case, with `_2` if `others` has it."""
     used = {label for labels in others for label in labels}
     labels: list[str] = []
     for name in intervention.link_names:

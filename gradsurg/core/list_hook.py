@@ -167,10 +167,7 @@ class ListHook:
         return _merged(grads, acting, results)
 
     def _acting(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[bool | Tensor]]:
-        """The indices of the gradients that are acted on, and the trigger's answer for each.
-
-        A gradient for which the trigger answers False on the host is not part of the group.
-        """
+        """The indices of the gradients at which the trigger is not False, and its answers there."""
         operation = self.operation
         acting: list[int] = []
         answers: list[bool | Tensor] = []

@@ -270,10 +270,7 @@ class Operation:
     # Life cycle.
 
     def hook_at(self, place: Place) -> SiteHook:
-        """Return the hook of a place, always the same for a site.
-
-        A tied parameter is one site with several names.
-        """
+        """Return the hook of a place, always the same for a site, also of a tied parameter."""
         site = place.site
         if site not in self.hooks:
             self.met.add((place.kind, place.names[0]))

@@ -282,10 +282,7 @@ class SiteHook:
             self.operation.attachment.tell("further_gradient", self, context.call)
 
     def count(self, fires: bool | Tensor) -> bool:
-        """Count a gradient by the trigger's decision; return whether to call the transform.
-
-        A decision that cannot be read (meta device, vmap) counts as fired.
-        """
+        """Count a gradient; return whether to call the transform: not if `fires` is False."""
         entry = self.entry
         if fires is False:
             entry.not_fired += 1
@@ -318,10 +315,7 @@ class SiteHook:
 
 
 class Joint:
-    """The hooks of several interventions at one place, in order: PyTorch has one for all.
-
-    See `gradsurg.sites.places.Hook`.
-    """
+    """The hooks of several interventions at one place, in order: PyTorch has one for all."""
 
     __slots__ = ("asks", "call", "hooks")
 

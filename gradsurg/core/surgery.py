@@ -92,10 +92,7 @@ class Surgery:
 
     @property
     def digest(self) -> str:
-        """Eight hex digits of a hash of the interventions, without the seed, for loggers.
-
-        Empty if `to_config` raises TypeError.
-        """
+        """Eight hex digits, a hash of the interventions; empty if they have no config."""
         try:
             items = self.to_config()["interventions"]
         except TypeError:

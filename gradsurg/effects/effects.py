@@ -320,9 +320,7 @@ class Effects:
         ]
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
-        """Return quantiles of |g| before `transform`, from entries of recent gradients of each
-        site.
-        """
+        """Return quantiles of |g| before `transform`, from recent gradients of each site."""
         slots = [slot for slot in self._slots if slot.transform == transform]
         rows = [_magnitudes(slot).cpu() for slot in slots if slot.sketch is not None]
         if not rows:

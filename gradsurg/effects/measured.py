@@ -42,10 +42,7 @@ class Measured:
     def add(
         self, slots: NDArray[np.int64], numbers: Array, steps: NDArray[np.int64], start: int
     ) -> None:
-        """Add the numbers of pairs, in the order in which they were measured, from place `start`.
-
-        Of equal norms the first one counts.
-        """
+        """Add numbers of pairs, measured from place `start` on; of equal norms the first counts."""
         # `sums[slots] += numbers` would add one of several pairs of a slot alone.
         np.add.at(self.sums, slots, numbers)
         norms, counts = numbers[:, 0, 0], numbers[:, 0, NONFINITE]

@@ -174,10 +174,7 @@ class Aggregation:
         self.groups = self.at.groups(model)
 
     def loss_weights(self, losses: Mapping[str, float], last: bool) -> Tensor:
-        """Return the weights of the losses.
-
-        All batches of a step get the weights computed from the first one.
-        """
+        """Return the weights of the losses: all batches of a step get those of the first one."""
         assert isinstance(self.aggregator, LossWeighting)
         self._warn_nonfinite_losses(losses)
         fires, tasks, weights = self._count(SHARED), tuple(losses), self._weights
@@ -238,10 +235,7 @@ class Aggregation:
     def combine(
         self, group: str, parts: Sequence[Block], losses: Mapping[str, float]
     ) -> list[Tensor] | None:
-        """Combine the rows (T, p) of each part of a group into one gradient a part.
-
-        None if no solver of the aggregator converges: then the group has no gradient.
-        """
+        """Combine the rows (T, p) of each part to one gradient; None if no solver converges."""
         fires, sampling = self._count(group), self.attachment.measures_conflicts
         if not (fires or sampling):
             return _sum(parts).grads
@@ -314,8 +308,7 @@ class Aggregation:
             raise
 
     def _watched(self, device: torch.device) -> AbstractContextManager[None]:
-        """Raise RuntimeError if the first call of a user's aggregator draws from a global
-        generator."""
+        """Raise RuntimeError if the first call of a user's aggregator uses a global generator."""
         is_theirs = type(self.aggregator).__module__.partition(".")[0] != "gradsurg"
         if self._is_tried or not is_theirs:
             return nullcontext()

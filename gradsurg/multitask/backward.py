@@ -391,9 +391,7 @@ class MultiTaskBackward:
     def _combined(
         self, jacobian: Jacobian, losses: Mapping[str, float], weights: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """Return the combined gradients of all groups, by index; none of a group without
-        convergence.
-        """
+        """Return the combined gradients of the groups whose solver converged, by index."""
         combined: dict[int, Tensor] = {}
         for owner, group, members in self._builder.groups(jacobian):
             if not any(reached.intersection(members) for reached in jacobian.reached):
@@ -412,10 +410,7 @@ class MultiTaskBackward:
         losses: Mapping[str, float],
         weights: Tensor | None,
     ) -> list[Tensor] | None:
-        """Return the combined gradient of each block of a group, by given weights if not None.
-
-        None if no solver converges.
-        """
+        """Return the combined gradients of a group's blocks, or None if no solver converges."""
         tasks, parts = jacobian.take(members, bool(aggregation.aggregator.memories(tuple(losses))))
         if weights is not None:
             if self.attachment.measures_conflicts:

@@ -39,9 +39,7 @@ EQUIVALENTS = {"dwa": "sum", "fair_grad": "nash_mtl", "grad_norm": "sum", "grad_
 
 @dataclass(frozen=True)
 class Alternative:
-    """The update of another aggregator from the same gradients: its weights, and its cosine to the
-    update in use.
-    """
+    """The update of another aggregator: its weights, and its cosine to the update in use."""
 
     weights: list[float]
     cosine: float
@@ -393,8 +391,7 @@ class _Comparison:
             self.weights[name] = weights.numpy()
 
     def _is_equal(self, name: str, weights: np.ndarray) -> bool:
-        """Whether aggregator `name` has the same update here as its entry in `EQUIVALENTS`, whose
-        weights these are."""
+        """Whether `name`, with these weights, has the same update as its entry in `EQUIVALENTS`."""
         match name:
             case "fair_grad":  # equal if NashMTL's update has norm `max_norm`, up to rounding
                 return not 0 < weights @ self.gramian @ weights < 1 - 2e-12

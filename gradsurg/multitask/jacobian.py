@@ -250,8 +250,7 @@ class Jacobian:
         return [*chain.from_iterable(small.values()), *([index] for index in large)]
 
     def map_shared(self, function: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
-        """Replace the gradients of the shared parameters by a function of some of them at a time,
-        of about LARGE entries."""
+        """Replace the shared parameters' gradients by a function, LARGE entries at a time."""
         some: list[tuple[int, int]] = []
         size, all_places = 0, product(range(self.num_tasks), self.shared)
         places = [(task, index) for task, index in all_places if index in self._grads[task]]

@@ -57,8 +57,7 @@ class BackwardCall:
 
     @property
     def at_leaves(self) -> "list[Operation]":
-        """The interventions that acted on each task's gradient at the leaves, and so must not act
-        on the combined one."""
+        """The interventions that acted on each task at the leaves, so not on the combined one."""
         return [each for each in self.interventions if each.stage == "backward"]
 
     @property

@@ -45,43 +45,39 @@ KIND = Kind("SharedParameters", "", params_of, _watch, known_at="watch")
 class SharedParameters(ParamSelector):
     """Select the parameters that several tasks reach, whose gradients an aggregator combines.
 
-    `granularity` defines which parameters are aggregated together: the `whole`, each `layer`, each
-    `module` or each `tensor`. Or it is one name pattern for each group, such as `("encoder.*",
-    "*")`: a parameter belongs to the first pattern that matches, and one without a match is not
-    selected. A layer is a member of the outermost `ModuleList` or `Sequential` of two or more
-    modules of one class, such as the blocks of a transformer; parameters outside are grouped by
-    module. To use another aggregator for each group, attach several, each with its own selection.
-    The other fields of the selection are those of `Parameters`.
+    `granularity`: the parameters that are aggregated together, `whole` (all), or those of each
+    `layer`, `module` or `tensor`. Or one name pattern for each group, such as `("encoder.*", "*")`:
+    a parameter belongs to the first pattern that matches, and one without a match is not selected.
+    A layer is a member of the outermost `ModuleList` or `Sequential` of two or more modules of one
+    class; parameters outside are grouped by module. To use another aggregator for each group,
+    attach several. The other fields of the selection are those of `Parameters`.
 
-    The engine `full` runs one backward pass a task and stores tasks x parameters numbers, which are
-    kept between steps. The engine `feature` combines the gradients at the representation that the
-    tasks share, the output of the module named by `features`, and runs one backward pass below it.
-    It is the upper bound MGDA-UB of Sener and Koltun, NeurIPS 2018, for any aggregator. A complex
-    representation counts as two real numbers an entry. This engine needs one forward pass a step,
-    so it does not support `aggregate=False`.
+    The engine `full` runs one backward pass a task and keeps tasks x parameters numbers between
+    steps. `feature` combines the gradients at the representation that the tasks share, the output
+    of the module named by `features`, and runs one backward pass below it: the upper bound MGDA-UB
+    of Sener and Koltun, NeurIPS 2018, for any aggregator. A complex representation counts as two
+    real numbers an entry. It needs one forward pass a step, and so no `aggregate=False`.
 
-    Under DistributedDataParallel with several processes, `reduce="mean"` averages the gradients and
-    losses of each task over the processes before the aggregator acts. This takes one all-reduce of
-    tasks x parameters numbers, and the update equals that of one process with all examples, up to
-    rounding. With `"local"` each process aggregates the gradients of its own examples, and the
-    results are averaged, which is another update for an aggregator that is not linear. The engine
-    `feature` has no mean, because its gradients are those of single examples, and needs `"local"`.
+    In several processes of DistributedDataParallel `reduce="mean"` averages the gradients and
+    losses of each task before the aggregator acts, by one all-reduce of tasks x parameters numbers:
+    the update is that of one process with all examples, up to rounding. With `"local"` each process
+    aggregates the gradients of its own examples, and the results are averaged, which differs if the
+    aggregator is not linear. `feature`, whose gradients are those of single examples, needs
+    `"local"`.
 
-    A parameter is reached by a task if the graph of its loss contains it; this is found at each
-    `live.backward(losses)`. A parameter of one task alone gets the gradient of that task. A
-    parameter of a memory of `AGEM` or `GEM` alone is combined with gradients of zero for the other
-    tasks. Shared parameters that are not selected, and those that only the optimizer holds, get the
-    sum.
+    A parameter of one task alone, as found at each `live.backward(losses)`, gets the gradient of
+    that task. If the task is a memory of `AGEM` or `GEM`, it is combined with gradients of zero for
+    the others. Shared parameters that are not selected, and those that only the optimizer holds,
+    get the sum.
 
-    A NaN or infinity in the loss or in a gradient of one task makes the update NaN, so that a run
-    that diverges shows it. `on_nonfinite="skip"` leaves such a task out of the step instead, its
-    own parameters too; an aggregator with a state or with a fixed number of tasks skips the step.
-    Both are counted, and warned about at the end. This option reads every gradient once more, and
-    waits for the device.
+    A NaN or infinity in the loss or in a gradient of one task makes the update NaN.
+    `on_nonfinite="skip"` leaves such a task out of the step instead, its own parameters too; an
+    aggregator with a state or with a fixed number of tasks skips the step. Both are counted, and
+    warned about at the end. This option reads every gradient once more, and waits for the device.
 
     With `full`, transforms before the optimizer step see the gradient of each task. With `feature`,
-    only those above the representation do. At and below it they see the combined gradient, except
-    those with a `ForTask`, which see their task at the representation too.
+    those at and below the representation see the combined gradient, except those with a `ForTask`,
+    which see their task at the representation too.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> surgery = gs.Surgery(gs.Intervention(gs.MGDA(), at=gs.SharedParameters()))
@@ -163,9 +159,7 @@ class SharedParameters(ParamSelector):
                 return {name: groups[name] for name in names if name in groups}
 
     def _first_patterns(self, patterns: Patterns, model: nn.Module) -> dict[str, str]:
-        """Return the first pattern that each parameter matches by one of its names, including
-        frozen parameters.
-        """
+        """Return the first pattern that each parameter, also a frozen one, matches by a name."""
         matching = {
             named.names[0]: [
                 pattern

@@ -248,10 +248,7 @@ class ExampleGradients:
                 yield [self._rows(index, param, part, factor) for param in self.params.values()]
 
     def check_sum(self) -> None:
-        """Raise ValueError, with the names, if the rows do not sum to the gradients.
-
-        Waits for the device.
-        """
+        """Wait for the device; raise ValueError if the rows do not sum to the gradients."""
         first = self.grads[0]
         sums = self._weighted(torch.ones(self.count, dtype=first.dtype, device=first.device))
         errors = [(total - grad).norm() for total, grad in zip(sums, self.grads, strict=True)]

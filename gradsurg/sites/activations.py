@@ -168,7 +168,7 @@ class Flow:
             why = next(filter(None, (outcome.hook.unsteady for outcome in changed.values())), "")
         if why:
             site = next(outcome.site for call in (changed, *calls) for outcome in call.values())
-            raise refusal(self.like, "checkpoint", site, why=why)
+            raise refusal(self.like, "checkpoint, not repeatable", site, why=why)
         return lambda path, tensor: (
             self._transformed(tensor, changed[path].hook) if path in changed else tensor
         )
@@ -190,7 +190,7 @@ class Flow:
                 )
             else:
                 return
-            raise refusal(like, "checkpoint", outcome.site, why=why)
+            raise refusal(like, "checkpoint, not repeatable", outcome.site, why=why)
 
         return guard
 

@@ -25,8 +25,8 @@ class AdaptiveClip(GroupTransform):
     Args:
 
     - `z`: a factor of the threshold, or the quantile with `rule=quantile`.
-    - `warmup`: the first norms, which start m and v.
-    - `max_norm`: a bound of the joint norm in the warm-up and, except with `ratio`, of n after it.
+    - `warmup`: the number of first norms, from which m and v start.
+    - `max_norm`: a bound of the joint norm in the warm-up, and of n after it (not with `ratio`).
     - `of`: whether n is the joint 2-norm of all gradients of a `group`, or the 2-norm of `each`
       gradient.
 
@@ -35,21 +35,22 @@ class AdaptiveClip(GroupTransform):
 
     | `rule` | threshold c | source |
     |---|---|---|
-    | `zscore` | m + z^2 s / q where q = (n - m) / (s + 1e-6) > z, s = sqrt(v) | ZClip |
+    | `zscore` | m + z^2 s / q if q = (n - m) / (s + 1e-6) > z; s = sqrt(v) | ZClip |
     | `deviations` | m + z s | ZClip, `mode="percentile"` |
     | `ratio` | z max(m, 1e-6) | AdaGC |
     | `quantile` | the quantile z of the last `window` norms and n | AutoClip |
 
-    In the warm-up `max_norm` is the only bound. m and v start as the mean and the variance of these
-    norms, with `ratio` m as their minimum. `quantile` has no warm-up and no `max_norm`.
+    With `zscore` c is infinite for q <= z. In the warm-up `max_norm` is the only bound. m and v
+    start as the mean and the variance of these norms, with `ratio` m as their minimum. `quantile`
+    has no warm-up, and needs `max_norm=None`.
 
     ZClip is by Kumar et al. 2025 (arXiv 2504.02507), whose c / n has a 1e-6 too. AdaGC is by Wang
     et al. 2025 (arXiv 2502.11034), whose z is 1.05 and decay 0.98. AutoClip is by Seetharaman et
     al. 2020 (arXiv 2007.14469), with all past norms.
 
-    Any shapes. Zeros stay zero, empty tensors stay empty. A norm that is NaN or infinite is not
-    averaged. A NaN stays in its place; an infinity that is clipped becomes NaN and the rest zero. A
-    gradient that is absent in a step does not count; with `of=each` its own m and v stay.
+    Any shapes. Zeros stay zero, empty tensors stay empty. A norm that is NaN or infinite does not
+    count. A norm of NaN clips nothing; an infinity that is clipped becomes NaN and the rest zero.
+    A gradient that is absent in a step does not count; with `of=each` its own m and v stay.
     """
 
     rule: Literal["zscore", "deviations", "ratio", "quantile"] = "zscore"

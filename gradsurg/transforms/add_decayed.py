@@ -19,7 +19,7 @@ class AddDecayed(Stateless):
     `add_decayed_weights`. Requires the value w.
 
     Any shape. A zero gradient becomes the penalty's, an empty tensor stays empty. A NaN or an
-    infinity in g or w stays.
+    infinity in g stays, and with `l2` in w too; with `l1` the sign of NaN is 0, of infinity 1.
     """
 
     strength: Annotated[float, Field(ge=0)] = 1e-2

@@ -27,7 +27,7 @@ TransformProperty = Literal[
     "linear",  # T(a g + b h) = a T(g) + b T(h): commutes with gradient accumulation, also over
     # tasks, so that a transform that reads `context.task` is not linear
     "odd",  # T(-g) = -T(g)
-    "sign_preserving",  # no entry changes its sign, and zeros stay zero
+    "sign_preserving",  # no entry gets the opposite sign (it may become 0), and zeros stay zero
     "norm_non_increasing",  # |T(g)| <= |g| in the 2-norm
     "unbiased",  # E[T(g)] = g over the random draws
     "deterministic",  # draws no random numbers

@@ -39,8 +39,8 @@ class Cautious(Stateless):
     2024 (arXiv 2412.17107).
 
     At `Updates` only. u contains the weight decay; the authors mask the step without it. Any shape.
-    An entry where u is zero, or g is zero or NaN, becomes zero; a NaN of u stays, and so does an
-    infinity that is kept. An empty tensor stays empty.
+    An entry where u is zero, or g is zero or NaN, becomes zero (with `mode=sign` NaN if u is
+    infinite); a NaN of u stays, and so does an infinity that is kept. An empty tensor stays empty.
     """
 
     scale: Literal["mean", "paper", "count", "none"] = "mean"

@@ -15,7 +15,8 @@ class Centralize(Stateless):
     Yong, Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
 
     A tensor with fewer than two axes, such as a bias, is not changed for any `per`. A constant unit
-    becomes zero, a NaN or an infinity makes its unit NaN, an empty tensor stays empty.
+    becomes zero, a NaN makes its unit NaN, an empty tensor stays empty. An infinity becomes NaN and
+    the rest of its unit infinite.
 
     >>> layer = nn.Linear(2, 1)
     >>> with gs.Surgery(gs.Intervention(gs.Centralize())).attach(layer):

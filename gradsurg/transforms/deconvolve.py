@@ -20,8 +20,8 @@ class Deconvolve(Stateless):
     forward pass too: guided backpropagation. Zeiler and Fergus, ECCV 2014 (arXiv 1311.2901),
     section 2.1, as captum's `Deconvolution`.
 
-    Any shape. Zero stays zero, NaN stays NaN, an infinity stays or becomes zero, an empty tensor
-    stays empty.
+    Any shape; an empty tensor stays empty. For e: zero stays zero, NaN stays NaN, infinity stays,
+    -infinity becomes zero.
     """
 
     needed = frozenset({"entering"})

@@ -28,8 +28,8 @@ class ErrorFeedback(Wrapper):
     error of a gradient is applied here at the rate of the later step.
 
     e is the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor stays
-    empty. The result of a zero gradient is T(e). A NaN or an infinity stays in e: put `Sanitize`
-    before it.
+    empty. The result of a zero gradient is T(e). After a NaN or an infinity e stays NaN or
+    infinite: put `Sanitize` before it.
     """
 
     of: AnyTransform = Sign("mean")

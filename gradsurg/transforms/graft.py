@@ -31,7 +31,8 @@ class Graft(GroupTransform):
     optimizers; with plain SGD this is the same.
 
     Any shape. The result is zero where D(g) is zero. A NaN in M(g) or in D(g) makes every entry
-    NaN; an infinity in D(g) becomes NaN and every other entry zero. An empty tensor stays empty.
+    NaN; an infinity in D(g) becomes NaN and every other entry zero. An infinity in M(g) makes every
+    entry infinite, or NaN if D(g) is zero there or has an infinity. An empty tensor stays empty.
     The state consists of the states of D and M.
     """
 

@@ -20,8 +20,9 @@ class GrowthClip(Transform):
     Fira (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
 
     The first gradient is not clipped, nor is a gradient after a result of zero. |r| is the state of
-    a site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A NaN makes its
-    group NaN, an infinity becomes NaN and the rest of its group zero; both keep |r|.
+    a site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A group with
+    a NaN is not clipped. An infinity becomes NaN, and the rest of its group zero, or NaN too in a
+    first gradient and after a result of zero. Both keep |r|.
     """
 
     factor: Annotated[float, Field(ge=1)] = 1.01

@@ -41,8 +41,8 @@ class LRP(Stateless):
     `Inputs` of modules that take and return one tensor; `gamma` and `zplus` at linear and
     convolutional layers. The module's forward runs again in the backward pass, without its hooks,
     except with `epsilon` at PyTorch's own linear layers and convolutions. The rule ignores the
-    gradient, except for its dtype. NaN and infinities of e, x and z spread as in the module, and an
-    empty tensor stays empty.
+    gradient, except for its dtype. NaN and infinities of e, x and z spread as in the module; with
+    `gamma` and `zplus` a NaN of x itself gets 0. An empty tensor stays empty.
 
     >>> model, x = nn.Sequential(nn.Linear(2, 1, bias=False)), torch.ones(2, requires_grad=True)
     >>> model.load_state_dict({"0.weight": torch.tensor([[4.0, -1.0]])})

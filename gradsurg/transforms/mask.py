@@ -24,23 +24,23 @@ class Mask(Stateless):
       exceed.
     - `rescale`: multiply kept entries by d / k (`largest`, `random_k`) or by 1 / amount (`random`),
       which makes the random choices unbiased.
+    - `per`: the groups of `largest` and `random_k`; must be `tensor` with the other two.
 
     | `by` | entries that are kept |
     |---|---|
     | `largest` | the k of largest magnitude |
     | `threshold` | entries with abs(g) > amount |
-    | `random` | each with probability `amount`, at least 1e-9, independently |
+    | `random` | each independently with probability `amount`, which must be at least 1e-9 |
     | `random_k` | k drawn uniformly |
 
-    k = max(1, round(amount * d)), where d is the number of entries of the tensor, or of each group
-    selected by `per`.
+    k = max(1, round(amount * d)), where d is the number of entries of the tensor or the group.
 
     Aji and Heafield, EMNLP 2017 (arXiv 1704.05021) for `largest` (without their residual) and
     `threshold`; Child-Tuning, Xu et al., EMNLP 2021 (arXiv 2109.05687) for `random` with `rescale`.
 
-    Any shape; an empty tensor stays empty, zero stays zero. `largest` orders NaN above infinity
-    above all numbers and so keeps both if k suffices; `threshold` keeps both; the random choices
-    may drop either. `rescale` leaves NaN and infinities unchanged.
+    Any shape; an empty tensor stays empty, zero stays zero. `threshold` keeps NaN and infinities.
+    For `largest` NaN is the largest and infinity the second largest, so it keeps them if k is large
+    enough. The random choices may drop them. `rescale` leaves them unchanged.
 
     >>> layer = nn.Linear(4, 1, bias=False)
     >>> with gs.Surgery(gs.Intervention(gs.Mask(0.5))).attach(layer):

@@ -18,8 +18,9 @@ class MovingMedian(Transform):
     It ignores spikes in fewer than half of them, which would move a mean. The median of an even
     number of entries is the mean of the middle two.
 
-    A NaN is left out; the median of none is NaN. The state of a site is `window` gradients, in
-    float32 or wider. Any shape; an empty tensor stays empty.
+    A NaN is left out; the median of none is NaN. An infinity counts as the largest or smallest
+    number. The state of a site is `window` gradients, in float32 or wider. Any shape; an empty
+    tensor stays empty.
     """
 
     window: Annotated[int, Field(ge=1)] = 5

@@ -16,8 +16,8 @@ class NormMatched(Wrapper):
     separates the effects of direction and norm.
 
     Any shape. The result is zero where |g| is zero, also if T(g) is not. A NaN in g or T(g) makes
-    every entry NaN; an infinity in g becomes NaN and every other entry zero. An empty tensor stays
-    empty. The state is the state of T.
+    every entry NaN, and so does an infinity in T(g) if g has one too; otherwise an infinity in g
+    becomes NaN and every other entry zero. An empty tensor stays empty. The state is that of T.
     """
 
     of: AnyTransform = Clip(0.01)

@@ -50,7 +50,8 @@ class ProjectSubspace(GroupTransform):
     random subspace (Li et al., ICLR 2018, arXiv 1804.08838), and a control for the others. A run is
     identified by the path, not by the content of the file: write another basis to another file.
 
-    Any shape; zero stays zero, an empty tensor empty. A NaN or an infinity makes its vector NaN.
+    Any shape; zero stays zero, an empty tensor empty. A NaN makes its vector NaN, an infinity NaN
+    or infinite.
     """
 
     path: str | None = None

@@ -29,8 +29,8 @@ class Quantize(Stateless):
     NeurIPS 2017 (arXiv 1610.02132), has `by=norm`. TernGrad of Wen et al., NeurIPS 2017 (arXiv
     1705.07878), has one level and `clip` 2.5.
 
-    Any shape; zero stays zero, an empty tensor stays empty. A NaN makes its group NaN; an infinity
-    becomes NaN and the rest of its group zero, or NaN with `clip`.
+    Any shape; zero stays zero, an empty tensor stays empty. A NaN or an infinity makes its group
+    NaN.
     """
 
     levels: Annotated[int, Field(ge=1, le=2**20)] = 127

@@ -33,13 +33,14 @@ class Route(Stateless):
     g. A label of no group passes everywhere.
 
     The labels come from `live.set_example_labels(labels)`, in a run from the task. Use it at an
-    activation, for example `site=outputs site.pattern=encoder`. Labels (n, time) label tokens:
-    gradients are (n, time, ...), or (n * time, ...), and `axis=-1` has the units in both. Gradient
-    routing of Cloud et al. 2024 (arXiv 2410.04332), with the masks of its autoencoder.
+    activation, for example `site=outputs site.pattern=encoder`. Labels of shape (n, time)
+    belong to tokens; the gradient then has the shape (n, time, ...) or (n * time, ...), and
+    `axis=-1` has the units in both. Gradient routing of Cloud et al. 2024 (arXiv 2410.04332), with
+    the masks of the paper's autoencoder.
 
     At least two axes, of which the first match the labels. Zero stays zero, NaN stays NaN, an
-    infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty tensor
-    stays empty.
+    infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), a tensor without
+    examples stays empty.
     """
 
     groups: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = (

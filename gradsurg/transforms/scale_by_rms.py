@@ -22,7 +22,8 @@ class ScaleByRMS(Transform):
     optimizer may follow. optax has it as `scale_by_rms`.
 
     v is the state of a site, initially zero, in float32 or wider. Any shape; zero stays zero, an
-    empty tensor empty. A NaN stays in v, and an infinity too: put `Sanitize` before it.
+    empty tensor empty. A NaN or an infinity becomes NaN and stays in v: later results of the entry
+    are NaN after a NaN, and zero after an infinity. Put `Sanitize` before it.
     """
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.99

@@ -28,8 +28,9 @@ class ScaleBySign(Stateless):
     ReLU's own mask, guided backpropagation (Springenberg et al., 2015, arXiv 1412.6806). The
     `scale_by_sign` of optax is `Sign` here.
 
-    Any shape. Where the sign is zero or NaN the gradient is not changed, so that NaN stays NaN. A
-    factor of 0 also removes infinities. An empty tensor stays empty.
+    Any shape. Where the sign is zero or NaN the gradient is not changed, so that with `of=grad` NaN
+    stays NaN. A factor of 0 also removes infinities, and with `of=value` NaN. An empty tensor stays
+    empty.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with gs.Surgery(gs.Intervention(gs.ScaleBySign(negative=0.1))).attach(layer):

@@ -19,8 +19,9 @@ class Sign(Stateless):
     ICML 2018 (arXiv 1802.04434); with `scale=mean` the scaled sign of Karimireddy et al., ICML 2019
     (arXiv 1901.09847). optax has it as `scale_by_sign`.
 
-    Any shape. Zero stays zero and NaN stays NaN (0 in `torch.sign`). An infinity becomes ±1; with
-    `scale=mean` it makes its group infinite, and NaN at zeros. An empty tensor stays empty.
+    Any shape. Zero stays zero and NaN stays NaN (0 in `torch.sign`). An infinity becomes ±1. With
+    `scale=mean` a NaN makes its group NaN, and an infinity makes it infinite, and NaN at zeros. An
+    empty tensor stays empty.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with gs.Surgery(gs.Intervention(gs.Sign("mean"))).attach(layer):

@@ -16,13 +16,13 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 class SpikeClip(Transform):
     """Replace entries with g^2 > threshold * v by sign(g) sqrt(threshold * v), v their mean square.
 
-    v <- decay v + (1 - decay) g^2, with g after clipping, from zero and without correction. It is
-    not Adam's own second moment. The first `warmup` gradients are not clipped. SPAM of Huang et
-    al., ICLR 2025 (arXiv 2501.06842), without its resets of Adam's moments.
+    v <- decay v + (1 - decay) g^2 starts at zero, is not corrected for that, and uses g after
+    clipping; Adam's second moment is another. The first `warmup` gradients are not clipped. SPAM of
+    Huang et al., ICLR 2025 (arXiv 2501.06842), without its resets of Adam's moments.
 
-    v is the state of a site, in float32 or wider. Any shape. Zero stays zero, an empty tensor stays
-    empty, NaN stays NaN and an infinity becomes the bound; in the warm-up it stays. Neither changes
-    v.
+    v is the state of a site, in float32 or wider. Any shape. Zero stays zero, NaN stays NaN, an
+    empty tensor stays empty. In the warm-up an infinity stays; later it becomes the bound, also in
+    v. A NaN, and an infinity in the warm-up, do not change v.
     """
 
     threshold: Annotated[float, Field(gt=0)] = 5000.0

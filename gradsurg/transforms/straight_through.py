@@ -21,9 +21,10 @@ class StraightThrough(Stateless):
     the first axis, has the 2-norm of g: e |g| / |e|. The authors rescale in the same way, but once
     for a whole residual branch.
 
-    Any shape. The result is zero where e is zero, and with `rescale` also where g is zero. NaN and
-    infinities of e are passed on; with `rescale` a NaN makes the example NaN. An empty tensor stays
-    empty.
+    Any shape; an empty tensor stays empty. The result is zero where e is zero, and with `rescale`
+    for an example whose g is zero. NaN and infinities of e are passed on. With `rescale` a NaN in e
+    or g makes the example NaN; an infinity in e becomes NaN and the rest zero; an infinity in g
+    makes the example infinite, and NaN where e is zero.
     """
 
     rescale: bool = False

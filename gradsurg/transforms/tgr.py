@@ -21,7 +21,7 @@ class TGR(Stateless):
     first example for a whole batch, here each example has its own tokens.
 
     Any shape; a vector has one channel, a scalar one token. Of equal extremes the first is zeroed.
-    A channel with a NaN keeps it, and an extreme. An infinity is an extreme. An empty tensor stays
+    In a channel with a NaN no entry is zeroed. An infinity is an extreme. An empty tensor stays
     empty.
     """
 

@@ -27,7 +27,8 @@ class UpdateClip(Transform):
     (arXiv 1804.04235), section 5. AdamW's weight decay is part of u and is divided too.
 
     At `Updates` only. v is the state of a site, in float32 or wider. Any shape; zero stays zero, an
-    empty tensor empty. A NaN or an infinity of g stays in v; then the update becomes NaN.
+    empty tensor empty. A NaN or an infinity of g stays in v. A NaN makes this and all later updates
+    of the tensor NaN, an infinity only this one.
     """
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.999

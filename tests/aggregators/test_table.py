@@ -28,5 +28,6 @@ def test_the_example_runs(
     monkeypatch.setitem(sys.modules, "example", example)  # where pickling finds the class again
     exec(code, vars(example))
     said = capsys.readouterr().out
-    assert re.search(r"permutation_invariant +holds, not declared", said)
+    assert re.search(r"permutation_invariant +yes", said)
+    assert re.search(r"scale_invariant +holds, not declared", said)
     assert re.search(r"homogeneous +no .*times 0\.125", said)

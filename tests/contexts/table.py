@@ -12,9 +12,23 @@ from gradsurg.core.pitfalls import CELLS, CONTEXTS, Cell, cells_of
 from tests.contexts.kinds import BEGIN, END, README, kind_of
 
 OTHERS = (
-    "In contexts that are not in the table. A word in italics stands for something that the "
-    "message names. Before the text the message has the kind of site, and often the site."
+    "These are the messages in contexts that are not in the table. A word in italics stands for "
+    "something that the message names. A message begins with the kind of site, and often the site."
 )
+
+MEANINGS = {
+    "accumulation, not linear": "Several backward passes before a step, of a nonlinear transform.",
+    "vmap": "The transform has a state.",
+    "checkpoint, not repeatable": "The change in the forward pass cannot be repeated.",
+    "foreign communication hook": "The model has a `register_comm_hook` of yours.",
+    "different averages": "Several `Buckets` of one model, with different `reduce`.",
+    "attached in a backward pass": "`attach` or `live.add` is called inside a backward pass.",
+    "DDP, not linear": "Two or more processes and a nonlinear transform, before the average.",
+    "FSDP2, resumed": "The state of a surgery is loaded in another number of processes.",
+    "legacy hooks": "The module has a `register_backward_hook`.",
+    "edges of a node": "`Nodes(edge=..)` names an input of the operation that has no gradient.",
+}
+"""The contexts of the second list whose messages do not say it."""
 
 
 def stated(name: str, context: str) -> str:
@@ -35,7 +49,8 @@ def table() -> str:
     lines += ["", OTHERS, ""]
     others = [of for of in CELLS if of.context not in CONTEXTS]
     for context in dict.fromkeys(of.context for of in others):
-        lines.append(f"- **{context}**")
+        meaning = MEANINGS.get(context)
+        lines.append(f"- **{context}**: {meaning}" if meaning else f"- **{context}**")
         lines += _reasons(of for of in others if of.context == context)
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ class SecondCalls(Pitfall):
     """
 
     cells = (
-        Cell("checkpoint", "Activations EveryModule").refused(
+        Cell("checkpoint, not repeatable", "Activations EveryModule").refused(
             "a checkpoint computes it again and must get the same values, but {why}. "
             "Or do not checkpoint this module."
         ),
