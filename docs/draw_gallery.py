@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PAGE, PICTURES = Path(__file__).with_name("gallery.md"), Path(__file__).with_name("gallery")
 DRAWN = {"transform": Transform, "aggregator": Aggregator}
+RECIPES = "experiment", "surgery"
 
 BEFORE, AFTER, DARK, RED = "#a3a3a3", "#1d4ed8", "#404040", "#dc2626"
 STYLE: dict[Any, Any] = {"font.size": 7, "axes.labelpad": 1, "axes.linewidth": 0.6}
@@ -91,8 +92,8 @@ def main(wanted: Sequence[str]) -> None:
 
 def page() -> str:
     """Return the text of the page, with its tables written anew."""
-    recipes = [one for group in ("experiment", "surgery") for one in catalogue.list(group)]
-    groups = [*map(catalogue.list, DRAWN), [one for one in recipes if one.paper]]
+    recipes = [[one for one in catalogue.list(group) if one.paper] for group in RECIPES]
+    groups = [*map(catalogue.list, DRAWN), *recipes]
     tables = ("".join(f"{row(entry)}\n" for entry in group) for group in groups)
     text = PAGE.read_text(encoding="utf-8")
     return re.sub(r"(?<=\|---\|---\|\n)(\|.*\n)*", lambda _: next(tables), text)
@@ -108,8 +109,11 @@ def row(entry: Entry) -> str:
     cells = [f"**`{entry.name}`** {entry.summary}.", preset]
     if entry.properties:
         cells.append(f"Properties: {', '.join(entry.properties).replace('_', ' ')}.")
-    if 0 < len(entry.stages) < max(len(one.stages) for one in catalogue.list(entry.group)):
-        cells.append(f"Stages: {', '.join(entry.stages)}.")
+    every = max((one.stages for one in catalogue.list(entry.group)), key=len)
+    lacking = [stage for stage in every if stage not in entry.stages]
+    if 0 < len(lacking) < len(every):
+        few = len(lacking) < len(entry.stages)
+        cells.append(f"Stages: {'all but ' * few}{', '.join(lacking if few else entry.stages)}.")
     cells.append(paper)
     if fields := ILLUSTRATED.get(entry.name):
         shown = yaml.safe_dump(fields, default_flow_style=True, width=1000).strip()

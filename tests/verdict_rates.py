@@ -193,13 +193,13 @@ def other_rows() -> list[str]:
         "higher or lower, eight splits of four seeds": splits_rate(0.5),
         "direction, of both controls": direction,
         "size, of both controls": size,
-        "rises or falls, or a clear peak, three doses": sum(three),
-        "the same with seven doses": sum(seven),
+        "rises or falls, or a clear peak, three swept values": sum(three),
+        "the same with seven swept values": sum(seven),
         "higher or lower, both arms at their best of five equal rates": tuned_rate("flat"),
-        "the same, neighbouring rates worse by 0.2 and 0.6 standard deviations": tuned_rate(
+        "the same, rates one and two steps away worse by 0.2 and 0.6 deviations": tuned_rate(
             "shallow"
         ),
-        "the same, neighbouring rates worse by 1.5 and 4 standard deviations": tuned_rate("steep"),
+        "the same, rates one and two steps away worse by 1.5 and 4 deviations": tuned_rate("steep"),
     }
     return [f"| {name} | {100 * share:.1f} % |" for name, share in shares.items()]
 

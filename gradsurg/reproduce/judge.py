@@ -93,8 +93,8 @@ class Judgement:
         if self.lacking:
             return self.lacking
         if self.band.of == "share":
-            low, high = share_interval(round(sum(self.values)), len(self.values))
-            return f"{sum(self.values):g} of {len(self.values)} ({low:.0%} to {high:.0%})"
+            low, high = (100 * x for x in share_interval(round(sum(self.values)), len(self.values)))
+            return f"{sum(self.values):g} of {len(self.values)} ({low:.0f} % to {high:.0f} %)"
         if self.band.of == "mean":
             return mean_with_interval(self.values)
         least, most = min(self.values), max(self.values)
