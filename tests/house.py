@@ -20,15 +20,15 @@ NEW = 300
 ROOMS = {
     "core": (("core", "effects", "torch_internals"), 8000),
     "sites": (("sites",), 6299 + NEW),
-    "transforms": (("transforms",), 4148 + NEW),
+    "transforms": (("transforms",), 4636 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4244),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7988),
-    "report": (("report",), 5680),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 8068),
+    "report": (("report",), 5704),
     "stats": (("stats.py",), 603),
     "reproduce": (("reproduce",), 1945),
-    "script": (("script",), 2317),
+    "script": (("script",), 2352),
 }
 """Room: its folders and files in `gradsurg/`, and the lines that it may have.
 
@@ -36,7 +36,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2647, 54_070 + NEW
+REST, TESTS = 2705, 54_590 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
