@@ -173,6 +173,11 @@ def test_a_result_must_be_like_the_gradient(breaks: object, message: str) -> Non
         check_transform(breaks)
 
 
+def test_an_overflow_in_float16_alone_is_found() -> None:
+    with pytest.raises(AssertionError, match="finite: torch.float16 of shape"):
+        check_transform(lambda grad: grad * 100 / 100)
+
+
 def test_only_the_given_shapes_are_tested() -> None:
     transform = gs.NormRescale(per="o i kh kw -> o")
     with pytest.raises(AssertionError, match="does not fit a tensor of 0 axes"):
