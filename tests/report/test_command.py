@@ -64,7 +64,10 @@ def test_figures_for_a_paper_are_written_instead_of_the_report(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("words", [[], ["--compare"]])
-def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, words) -> None:
+def test_a_wrong_folder_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no `runs` has a study to suggest
     assert main([str(tmp_path / "nowhere"), *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
