@@ -203,7 +203,7 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
 
 @pytest.mark.parametrize("at", [*[*SEVERAL][:2], gs.Uses("part.weight")], ids=repr)
 def test_acting_twice_at_a_site_in_a_backward_pass_is_told_in_it(at: Selector) -> None:
-    told = "had 2 gradients in one backward pass (of reentrant"
+    told = "had 2 gradients in one backward pass, one in each reentrant"
     assert any(told in text for text in _clipped(at, reentrant=True)[1])
 
 
