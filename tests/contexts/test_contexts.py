@@ -52,6 +52,7 @@ def test_every_kind_and_context_is_in_the_table_once() -> None:
 
 def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
     text = gs.sites.outcomes(gs.Parameters(stage="step") | gs.Nodes("Relu"))
+    assert text.startswith("refused: an error; reported: no gradient passes; n/a: ")
     assert "Parameters (step) acts in: eager; in-place consumer" in text
     assert "Nodes (backward, enter) acts in: eager" in text
     assert "  refused (torch.compile after attaching): compiled code runs as one node." in text
