@@ -446,7 +446,7 @@ class Leaf(Selector):
         if stage not in self.stages:
             text = f"{kind} cannot have stage '{stage}'; stages it can have: {listed}"
             raise FieldError(self, [("stage", text)])
-        raise ValueError(f"use a stage of {listed}: {why} stage '{stage}' has one at a time")
+        raise ValueError(f"use stage {' or '.join(allowed)}: {why} '{stage}' has one at a time")
 
     def search(self, things: Things, memory: Memory) -> Near:
         kind = self.kind_at(memory.stage)

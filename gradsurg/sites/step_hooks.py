@@ -297,7 +297,7 @@ class OptimizerSteps:
         if step.skipped and step.give_back():
             raise RuntimeError(
                 f"{type(optimizer).__name__} has changed parameters without a gradient in a step "
-                "that had to be skipped: use one of torch.optim, except LBFGS, for these"
+                "that had to be skipped: use an optimizer of torch.optim, except LBFGS"
             )
         tick = None if step.tick is None else step.tick()
         if tick is not None:
