@@ -61,7 +61,7 @@ class Combined(Selector):
         kinds = [{leaf.kind_at(None) for leaf in part.leaves} for part in self.of]
         if self.by == "all" and not set.intersection(*kinds):
             names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self.leaves))
-            raise Contradiction("of", f"use | in place of &: no site is one of each of {names}")
+            raise Contradiction("of", f"use | in place of &: no site is in all of {names}")
 
     def __repr__(self) -> str:
         # Without memory addresses: a saved surgery state is matched by the repr of its selectors.
