@@ -216,7 +216,7 @@ class Live:
         self.attachment.check_open()
         if self.clock.epoch_length is not None:
             raise RuntimeError(
-                f"epochs are counted already: steps_per_epoch={self.clock.epoch_length}"
+                f"leave out next_epoch(): steps_per_epoch={self.clock.epoch_length} counts epochs"
             )
         self.clock.counted_epochs += 1
         for operation in self.attachment.operations:
@@ -246,13 +246,13 @@ class Live:
         """
         attachment = self._changeable_attachment()
         if not isinstance(intervention, Intervention):
-            raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
+            raise TypeError(f"give gs.Intervention(transform, at), found {intervention!r}")
         if intervention.aggregator is not None:
             raise TypeError(
-                f"{intervention.transform!r}: an aggregator is attached when the block begins"
+                f"give {intervention.transform!r} to gs.Surgery: it cannot be added in the block"
             )
         if intervention.stage == "step" and not attachment.steps.optimizers:
-            raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
+            raise ValueError("call live.bind(optimizer) first: stage 'step' acts in its step")
         attachment.add(intervention)
         return attachment.operations[-1].label
 
@@ -263,7 +263,7 @@ class Live:
         """
         operation = self._find(label)
         if label != operation.label:
-            raise LookupError(f"'{label}' is a link of '{operation.label}': remove the whole")
+            raise LookupError(f"use live.remove('{operation.label}'): '{label}' is a part of it")
         self.attachment.remove(operation)
 
     def set(self, label: str, *, when: Trigger | None = None, **changes: Any) -> None:
@@ -341,7 +341,7 @@ class Live:
             if label in (operation.label, *operation.labels):
                 return operation
         if label in attachment.aggregators:
-            raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
+            raise ValueError(f"give gs.Surgery another: aggregator '{label}' is fixed in the block")
         listed = nearest(label, [operation.label for operation in attachment.operations])
         raise LookupError(f"there is no intervention '{label}'. {listed}")
 

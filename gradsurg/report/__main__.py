@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog=typed_command("gradsurg.report"),
+        usage="%(prog)s STUDY [options]",
         description="Print the summary of a study, and write its report: a page, tables, figures.",
     )
     add = made.add_argument
@@ -80,8 +81,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--margin", default="", help=margin)
     pairs = (
-        "compare these arms with each other, by the names that the report prints; without a name: "
-        "all arms"
+        "compare these arms with each other, or all of them if none is given; give STUDY before "
+        "it: runs/first --compare clip sign"
     )
     add("--compare", nargs="*", metavar="ARM", help=pairs)
     paper = (
@@ -91,10 +92,9 @@ def parser() -> argparse.ArgumentParser:
     add("--paper", type=Path, metavar="FOLDER", help=paper)
     add("--metric", default="", help="with --paper: one metric, such as test/loss")
     add("--arms", nargs="+", default=[], metavar="ARM", help="with --paper: only these arms")
-    styles = "with --paper: the font; default: sans"
-    add("--style", choices=("sans", "serif"), default="sans", help=styles)
+    add("--style", choices=("sans", "serif"), default="sans", help="with --paper: the font [sans]")
     spreads = (
-        "with --paper: what stands beside each mean of the table, its 95 %% interval or the "
+        "with --paper: printed beside each mean in the LaTeX table: the 95 %% interval or the "
         "standard deviation over the seeds; default: interval"
     )
     add("--spread", choices=("interval", "sd"), default="interval", help=spreads)

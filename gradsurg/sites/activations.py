@@ -160,7 +160,7 @@ class Flow:
         if any(_facts(call) != _facts(calls[0]) for call in calls):
             why = (
                 "its calls were transformed differently, and a recomputation does not say which "
-                "call it is. Select all calls of the module or none"
+                "call it is (select all calls of the module or none)"
             )
         elif any(outcome.hook.moment != outcome.moment for outcome in changed.values()):
             why = "the step, a switch or the intervention changed since the forward"
@@ -186,7 +186,7 @@ class Flow:
             elif _facts(newest[0]) != _facts(record):
                 why = (
                     "its module was called again since, and the step, a switch or the result had "
-                    "changed: call backward() before the next step"
+                    "changed (call backward() before the next step)"
                 )
             else:
                 return

@@ -48,9 +48,9 @@ class Combined(Selector):
 
     def __post_init__(self) -> None:
         if self.stage is not None:
-            raise Contradiction("stage", "belongs to the selectors: give it to each of them")
+            raise Contradiction("stage", "give it to each of the selectors, not to the whole")
         if any(query.count is not None for query in self.of):
-            raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
+            raise Contradiction("of", "call expect last: (a | b).expect(3), not a.expect(3) | b")
         staged = {leaf.kind_at(None).name for leaf in self.leaves if leaf.stage is not None}
         for leaf in self.leaves:
             if leaf.stage is None and leaf.kind_at(None).name in staged:
@@ -61,7 +61,7 @@ class Combined(Selector):
         kinds = [{leaf.kind_at(None) for leaf in part.leaves} for part in self.of]
         if self.by == "all" and not set.intersection(*kinds):
             names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self.leaves))
-            raise Contradiction("of", f"nothing is at once a site of each of {names}")
+            raise Contradiction("of", f"use | in place of &: no site is in all of {names}")
 
     def __repr__(self) -> str:
         # Without memory addresses: a saved surgery state is matched by the repr of its selectors.
@@ -95,8 +95,8 @@ class Combined(Selector):
         stages: list[Stage] = list({leaf.resolve(scope) for leaf in self.leaves})
         if len(stages) > 1:
             raise ValueError(
-                f"acts at one stage, and these are several: {', '.join(sorted(stages))}; "
-                "make an intervention of each"
+                "make one intervention for each stage: an intervention has one, and the combined "
+                f"selectors have {', '.join(sorted(stages))}"
             )
         return stages[0]
 

@@ -78,11 +78,11 @@ class Steps:
         holders, places = self.door.steps.holders(), self._places(found)
         pairs = [(place.name, cast(Any, place.thing)) for place in places]
         if several := [name for name, param in pairs if len(holders.get(param, ())) > 1]:
-            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
+            raise ValueError(f"give each parameter to one optimizer: two have {', '.join(several)}")
         for hook in self.door.meet_all(places, self.door.steps.skip):
             params = params_at(hook)
             if hook.is_new and (missing := _missing(hook, holders)):
-                raise ValueError(f"stage 'step': the optimizer does not have {missing}")
+                raise ValueError(f"pass the optimizer of {missing} as well, or narrow the pattern")
             held = (each for param in params for each in holders.get(param, ()))
             optimizers = [*dict.fromkeys(held)]
             is_group = hook.scope == "group" and len(optimizers) > 1

@@ -35,7 +35,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
     Raises LookupError, listing the choices, if nothing is selected.
     """
     if autograd.in_backward():
-        raise RuntimeError("a tree runs the model, which is not possible inside a backward pass")
+        raise RuntimeError("call gs.tree before or after the backward pass: it runs the model")
     model = inner_model(model)
     before = param_versions(model)
     walk, loose = _Walk(model), list[SiteLine]()

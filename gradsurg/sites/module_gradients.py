@@ -106,7 +106,7 @@ class BackwardPasses:
             return []
         is_unseen = not direct.keys() & needing and self.kind.name == "ModuleGradients"
         if is_unseen and door.picking_at(base):
-            where = "an argument" if self.on_inputs else f"a {type(output).__name__}"
+            where = "a container in an argument" if self.on_inputs else f"a {type(output).__name__}"
             door.refuse("nested tensors", self.kind, base.site, where=where)
         for path in tensors:
             if path not in needing or path not in direct:

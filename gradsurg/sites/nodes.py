@@ -221,7 +221,7 @@ class Nodes(Leaf):
 
     def __post_init__(self) -> None:
         if self.edge is not None and self.side == "enter":
-            raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
+            raise Contradiction("edge", "give side='leave' too: gradients leave a node by edges")
 
     @property
     def provides(self) -> frozenset[Need]:

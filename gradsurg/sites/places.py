@@ -438,16 +438,15 @@ class Leaf(Selector):
         stage = self.stage or next(iter(allowed), None)
         if stage is not None and stage in allowed:
             return stage
-        whole = "needs all gradients of a group at once, "
-        listed = f"stages it can have: {', '.join(allowed)}"
+        why = "the transform needs several tensors at once, and"
+        listed = ", ".join(allowed)
         if not allowed:
-            raise ValueError(
-                f"{whole}{kind} meets them one at a time; "
-                "it can act at Parameters with stage=step or stage=backward_end"
-            )
+            use = "use Parameters(stage='step') or Parameters(stage='backward_end')"
+            raise ValueError(f"{use}: {why} {kind} has one at a time")
         if stage not in self.stages:
-            raise FieldError(self, [("stage", f"{kind} cannot have stage '{stage}'; {listed}")])
-        raise ValueError(f"{whole}stage '{stage}' has one at a time; {listed}")
+            text = f"{kind} cannot have stage '{stage}'; stages it can have: {listed}"
+            raise FieldError(self, [("stage", text)])
+        raise ValueError(f"use stage {' or '.join(allowed)}: {why} '{stage}' has one at a time")
 
     def search(self, things: Things, memory: Memory) -> Near:
         kind = self.kind_at(memory.stage)

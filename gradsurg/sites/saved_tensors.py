@@ -186,7 +186,7 @@ def _pair(
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {list(tensor.shape)} {tensor.dtype}{where} is at version "
-                f"{now}; expected version {version} instead"
+                f"{now}; expected version {version} instead. Write to a copy: x = x.clone()"
             )
         # Reading a saved tensor outside a backward pass returns it unchanged.
         result = hook.call(tensor) if hook is not None and autograd.in_backward() else None
@@ -296,7 +296,7 @@ class SavedTensors(ModuleSelector):
         fields = ("types", "depth", "index", "call", "node")
         asked = [name for name in fields if getattr(self, name) not in (None, "*")]
         if self.pattern == BLOCK and asked:
-            raise Contradiction(asked[0], "pattern 'block' selects all saved tensors")
+            raise Contradiction(asked[0], "leave it out: pattern 'block' selects all saved tensors")
 
     def kind_at(self, stage: Stage | None) -> Kind:
         mode = BLOCK if self.pattern == BLOCK else "module" if self.node is None else "node"

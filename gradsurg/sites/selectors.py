@@ -205,7 +205,8 @@ def refuse_frozen(query: Leaf, pattern: str, found: Collection[Named]) -> None:
     """Raise the error for a selector that selects only frozen parameters."""
     if found and all(named.is_frozen for named in found):
         names = ", ".join(named.names[0] for named in found)
-        raise SelectionError(query, "pattern", f"all that '{pattern}' matches is frozen: {names}")
+        text = f"call requires_grad_() on some, or change '{pattern}': all of it is frozen: {names}"
+        raise SelectionError(query, "pattern", text)
 
 
 def refuse_exported(query: Leaf, found: Sequence[Named], near: Sequence[Named]) -> None:

@@ -19,8 +19,8 @@ INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim"
 """The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
 
 SCALED = (
-    "stage 'step': the gradients are still times the loss scale; call scaler.unscale_(optimizer) "
-    "before scaler.step(optimizer), for each optimizer before the first one steps"
+    "call scaler.unscale_(optimizer) for each optimizer before the first scaler.step: at stage "
+    "'step' the gradients are still multiplied by the loss scale"
 )
 
 Act = Callable[..., None]
@@ -131,7 +131,7 @@ class OptimizerSteps:
         given = [unwrapped(each) for each in several]
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):
-            raise ValueError("the optimizers must differ, and clock must be one of them")
+            raise ValueError("optimizer: give each optimizer once, and as clock= one of them")
         if self._steps:
             self.close()
         self.clock = counting
@@ -177,7 +177,7 @@ class OptimizerSteps:
         """
         chosen = self.optimizers if optimizer is None else (unwrapped(optimizer),)
         if not chosen or not self._steps.keys() >= {*chosen}:
-            raise ValueError("before_step: the surgery has no such optimizer; bind it first")
+            raise ValueError("live.before_step: call live.bind(optimizer) first: it is not bound")
         _check_unscaled(scaler, chosen)
         for each in chosen:
             self._act(self._steps[each], scaler)
@@ -297,7 +297,7 @@ class OptimizerSteps:
         if step.skipped and step.give_back():
             raise RuntimeError(
                 f"{type(optimizer).__name__} has changed parameters without a gradient in a step "
-                "that had to be skipped: choose an optimizer that leaves them unchanged"
+                "that had to be skipped: use an optimizer of torch.optim, except LBFGS"
             )
         tick = None if step.tick is None else step.tick()
         if tick is not None:

@@ -174,6 +174,6 @@ def _step_second(
                 state[f"{name}.{part}"] = entry
             elif entry is not None:  # as the momentum of SGD without momentum
                 raise TypeError(
-                    f"update_norm_matched needs an optimizer whose state is tensors, and "
-                    f"{type(optimizer).__name__} has {name}.{part} = {entry!r}"
+                    "use control=norm_matched or another optimizer: update_norm_matched needs only "
+                    f"tensors as state, {type(optimizer).__name__} has {name}.{part} = {entry!r}"
                 )

@@ -52,6 +52,7 @@ def test_every_kind_and_context_is_in_the_table_once() -> None:
 
 def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
     text = gs.sites.outcomes(gs.Parameters(stage="step") | gs.Nodes("Relu"))
+    assert text.startswith("refused: an error; reported: no gradient passes; n/a: ")
     assert "Parameters (step) acts in: eager; in-place consumer" in text
     assert "Nodes (backward, enter) acts in: eager" in text
     assert "  refused (torch.compile after attaching): compiled code runs as one node." in text
@@ -203,7 +204,7 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
 
 @pytest.mark.parametrize("at", [*[*SEVERAL][:2], gs.Uses("part.weight")], ids=repr)
 def test_acting_twice_at_a_site_in_a_backward_pass_is_told_in_it(at: Selector) -> None:
-    told = "had 2 gradients in one backward pass (of reentrant"
+    told = "had 2 gradients in one backward pass, one in each reentrant"
     assert any(told in text for text in _clipped(at, reentrant=True)[1])
 
 

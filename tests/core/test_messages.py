@@ -393,13 +393,13 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
             for found, wrong in UNLIKE.items()
         ),
         (live(lambda live: live.set("clip", when=3)), "when Steps"),
-        (live(lambda live: live.add(3)), "Interventions 3"),
+        (live(lambda live: live.add(3)), "gs.Intervention 3"),
     ],
     ValueError: [
         (item(gs.Zero(), names=("a", "b")), "1 2"),
         *((item(gs.Zero(), names=(name,)), "names /") for name in ("", "a/b", "/")),
         (item(gs.ClipGlobalNorm(), M()), "ClipGlobalNorm Outputs"),
-        (item(gs.ClipGlobalNorm(), N("Relu")), "Nodes Parameters stage=step"),
+        (item(gs.ClipGlobalNorm(), N("Relu")), "Nodes Parameters(stage='step')"),
         (item(gs.ClipGlobalNorm(), P(stage="backward")), "'backward' step"),
         (item(CLIPS, P(stage="accumulated")), "ClipGlobalNorm"),
         (item(gs.Clip(), M(stage="step")), "Outputs.stage 'step' backward"),

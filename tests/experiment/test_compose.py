@@ -154,8 +154,8 @@ WRONG = (
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
-        "transform.clip_global_norm: needs all gradients of a group at once, Outputs meets",
-        "it can act at Parameters with stage=step or stage=backward_end",
+        "transform.clip_global_norm: use Parameters(stage='step') or Parameters(stage=",
+        "the transform needs several tensors at once, and Outputs has one at a time",
     ),
     Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
     Wrong(

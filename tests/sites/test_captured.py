@@ -147,7 +147,7 @@ def test_many_gradients_at_once_are_refused_by_name() -> None:
     model = Chain()
     with attached(model, gs.Identity(), gs.Captured("a")):
         y = model.a * 2
-        with pytest.raises(RuntimeError, match="site 'a': it gets many gradients at once"):
+        with pytest.raises(RuntimeError, match="site 'a': with is_grads_batched=True there"):
             torch.autograd.grad(y, model.a, torch.eye(2), is_grads_batched=True)
         x = model.three(model.a)  # nobody's
         rows = torch.autograd.grad(x * 2, x, torch.eye(2), is_grads_batched=True)

@@ -224,7 +224,7 @@ def test_gradients_of_all_optimizers_must_be_unscaled_before_the_first_steps(by_
         step = live.before_step if by_hand else scaler.step
         scaler.scale(model(torch.ones(2, 6)).sum()).backward()
         scaler.unscale_(optimizers[0])
-        with pytest.raises(RuntimeError, match="before the first one steps"):
+        with pytest.raises(RuntimeError, match="before the first scaler.step"):
             step(optimizers[0])
         scaler.unscale_(optimizers[1])
         step(optimizers[0])

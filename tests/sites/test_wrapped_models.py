@@ -115,7 +115,7 @@ def test_a_submodule_compiled_before_the_block_is_named() -> None:
     model = _last(small(), "eager")
     model(batch()[0])
     with (
-        pytest.warns(gs.SurgeryWarning, match="passed at: last#0. 'last' was compiled"),
+        pytest.warns(gs.SurgeryWarning, match="at: last#0. Compiled before attaching: 'last'"),
         attached(model, gs.Scale(10.0), gs.Outputs("last")),
     ):
         backward(model)

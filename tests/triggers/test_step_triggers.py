@@ -161,7 +161,7 @@ def test_next_epoch_is_refused_with_steps_per_epoch() -> None:
     with _surgery(gs.Epochs()).attach(model, sgd(model), steps_per_epoch=4) as live:
         train(model, sgd(model), 1)
         live.tick()
-        with pytest.raises(RuntimeError, match="counted already: steps_per_epoch=4"):
+        with pytest.raises(RuntimeError, match="steps_per_epoch=4 counts epochs"):
             live.next_epoch()
 
 

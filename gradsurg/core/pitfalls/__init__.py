@@ -130,7 +130,7 @@ def outcomes(at: Selected) -> str:
     Words between asterisks stand for what an error or warning fills in. The README of the sites has
     a table of the contexts: `print(outcomes(gs.Outputs()))`.
     """
-    parts = []
+    parts = ["refused: an error; reported: no gradient passes; n/a: PyTorch itself fails"]
     for kind in at.leaves:
         cells = cells_of(kind)
         others = {cell.context for cell in cells}

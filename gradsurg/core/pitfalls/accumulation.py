@@ -34,9 +34,9 @@ class PartsOfASum(Pitfall):
             "Use stage='step' for the sum of all passes, or stage='backward' for each separately."
         ),
         Cell("accumulation, not linear", f"{RUNNING} Parameters.backward").warned(
-            "site '{site}' had {number} gradients in one {period}. Each was transformed, and "
-            "their sum is not the transformed sum, unless the transform is linear. "
-            "Use stage='step' for the sum."
+            "site '{site}' had {number} gradients in one {period}. Each was transformed "
+            "by itself, which is not the same as transforming their sum, unless the transform is "
+            "linear. Use stage='step' for the sum."
         ),
     )
 

@@ -29,8 +29,8 @@ class FunctionalGradients(Pitfall):
             "Attach in the thread that calls it."
         ),
         Cell("is_grads_batched", "Captured").refused(
-            "it gets many gradients at once by is_grads_batched=True, and a transform takes one. "
-            "Call torch.autograd.grad for each of them."
+            "with is_grads_batched=True there are many gradients at once; a transform takes one. "
+            "Call torch.autograd.grad once for each gradient."
         ),
         Cell("vmap", "*").refused(
             "{transform} keeps one state for a site, which has many gradients at once there. "

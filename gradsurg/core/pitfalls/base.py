@@ -16,7 +16,7 @@ PARAMETERS = "Parameters Buckets Weights Updates"
 RUNNING = "Parameters.accumulated Parameters.backward_end Buckets"
 MODULES = "Outputs Inputs Activations EveryModule ModuleGradients"
 FULL_HOOKS = "ModuleGradients EveryModule.full_backward_pre EveryModule.full_backward"
-SHARDED = "Parameters.backward Parameters.backward_end Weights Updates MatchedUpdates"
+SHARDED = "Parameters.backward Parameters.backward_end Buckets Captured"
 GRADIENTS = "Outputs Inputs Nodes Uses Captured"
 
 SiteHook = Any
@@ -28,7 +28,7 @@ class Cell(NamedTuple):
     """The outcome for kinds of site in a context where they do not simply act.
 
     `kinds` are names, each alone or as `kind.mode`, or "*" for all. `text` completes
-    "<kind>: <text>" with the reason and the suggestion; names in braces are filled in.
+    "<kind>: <text>" with the reason, then the suggestion; names in braces are filled in.
     """
 
     context: str

@@ -40,22 +40,22 @@ class SecondCalls(Pitfall):
 
     cells = (
         Cell("checkpoint, not repeatable", "Activations EveryModule").refused(
-            "a checkpoint computes it again and must get the same values, but {why}. "
-            "Or do not checkpoint this module."
+            "a checkpoint computes this tensor again in the backward pass and must get the same "
+            "values, but {why}. Do not checkpoint this module."
         ),
         Cell("checkpoint, reentrant", "Uses").reported(
             "a reentrant checkpoint makes its graph in the backward pass. "
             "Use checkpoint(use_reentrant=False)."
         ),
         Cell("checkpoint, reentrant", "Captured").impossible(
-            "torch.autograd.grad finds no parameters. Use checkpoint(use_reentrant=False)."
+            "torch.autograd.grad reaches no parameters there. Use checkpoint(use_reentrant=False)."
         ),
         Cell(
             "shared weight, reentrant checkpoint",
             "Parameters.backward Parameters.accumulated Inputs.total Uses",
         ).warned(
-            "it acts once in each checkpoint, which has a backward pass of its own. Use Parameters "
-            "at stage='backward_end' or 'step', or checkpoint(use_reentrant=False)."
+            "the site acts once in each checkpoint, which has a backward pass of its own. Use "
+            "Parameters at stage='backward_end' or 'step', or checkpoint(use_reentrant=False)."
         ),
     )
 
@@ -77,7 +77,7 @@ class SecondCalls(Pitfall):
         place = operation, hook.entry.site
         is_linear = "linear" in operation.intervention.operator.properties
         if place in self._roots and self._roots[place]() is root and not is_linear:
-            warn_of_parts(attachment, hook, 2, "backward pass (of reentrant checkpoints)")
+            warn_of_parts(attachment, hook, 2, "backward pass, one in each reentrant checkpoint")
         self._roots[place] = ref(root)
 
     def further_gradient(self, attachment: AttachmentLike, hook: SiteHook, call: int) -> None:

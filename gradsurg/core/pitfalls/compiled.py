@@ -6,7 +6,7 @@ from gradsurg.core.pitfalls.base import MODULES, Cell, Pitfall
 from gradsurg.torch_internals import compiling
 
 _LATE = "compiled code ignores hooks that are registered later"
-_BEFORE = "ttach before its first call, or call torch.compiler.reset() in the block"
+_BEFORE = "Attach before the first compiled call, or call torch.compiler.reset() in the block"
 _AS_ONE_NODE = "compiled code runs as one node. Use Outputs."
 
 
@@ -35,18 +35,18 @@ class OtherCode(Pitfall):
         Cell("torch.compile before attaching", "Nodes", LookupError).refused(_AS_ONE_NODE),
         Cell("torch.compile before attaching", "Uses", LookupError).refused(
             "the uses inside compiled code are not found. "
-            "Attach before its first call, or call torch.compiler.reset()."
+            "Attach before the first compiled call, or call torch.compiler.reset()."
         ),
         Cell("torch.compile before attaching", f"{MODULES} SavedTensors").reported(
-            f"{_LATE}. A{_BEFORE}."
+            f"{_LATE}. {_BEFORE}."
         ),
         Cell("torch.export", "Nodes Uses Captured SavedTensors", LookupError).refused(
             "an exported model calls none of its modules. Attach before torch.export, or use "
             "Parameters, Nodes without module=, Outputs('root') or SavedTensors('block')."
         ),
         Cell("TorchScript", f"{MODULES} SavedTensors Nodes Uses Captured", ValueError).refused(
-            "it is a ScriptModule, which runs no Python hooks. Use Parameters or Weights, or "
-            "call torch.jit.script after the block."
+            "the module is a ScriptModule, which runs no Python hooks. Use Parameters or Weights, "
+            "or call torch.jit.script after the block."
         ),
     )
 
@@ -62,5 +62,5 @@ class OtherCode(Pitfall):
         if not wrappers and has_acted and not is_compiled:
             return ""
         if inside := ", ".join(f"'{name.replace('._orig_mod', '')}'" for name in wrappers):
-            return f". {inside} was compiled before. A{_BEFORE}: {_LATE}"
-        return f". If the model was compiled before, a{_BEFORE}: {_LATE}"
+            return f". Compiled before attaching: {inside}. {_BEFORE}: {_LATE}"
+        return f". Was the model compiled before attaching? {_BEFORE}: {_LATE}"

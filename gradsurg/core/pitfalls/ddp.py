@@ -33,8 +33,8 @@ class OneCommunicationHook(Pitfall):
             "give all Buckets of a model the same reduce, found {found} and {own}."
         ),
         Cell("attached in a backward pass", "Buckets").refused(
-            "cannot be attached inside a backward pass, where some gradients are averaged already. "
-            "Attach before it."
+            "inside a backward pass some gradients are averaged already. "
+            "Attach before the backward pass."
         ),
         Cell("static_graph", "SharedParameters").refused(
             "DistributedDataParallel(static_graph=True) averages the backward passes for single "
@@ -57,8 +57,8 @@ class BeforeAverage(Pitfall):
 
     cells = (
         Cell("DDP, not linear", "Parameters.backward Parameters.accumulated").warned(
-            "it acted on the gradients of each of {processes} processes, and is not linear on "
-            "their average. For the average use stage='backward_end' or stage='step'."
+            "it acts on gradients of each of {processes} processes before they are averaged, and "
+            "is not linear. Use stage='backward_end' or stage='step' to transform the average."
         ),
     )
 

@@ -23,8 +23,8 @@ class DiscardedHooks(Pitfall):
 
     cells = (
         Cell("hooks of C++ code", "Parameters.backward").warned(
-            "a hook that C++ code registered on {names} has replaced this one, and gradients "
-            "pass unchanged. Use stage='accumulated'"
+            "C++ code has registered a hook on {names}, which discards the hook of gradsurg, so "
+            "that gradients pass unchanged. Use stage='accumulated'"
         ),
     )
 

@@ -18,9 +18,13 @@ class Sharded(Pitfall):
     """
 
     cells = (
-        Cell("FSDP2", f"{SHARDED} Buckets Captured", TypeError).refused(
+        Cell("FSDP2", SHARDED, TypeError).refused(
             "sharded parameters are DTensors, and their hooks do not run. Use Parameters with "
             "stage='step' or stage='accumulated', or Outputs, Inputs or Nodes."
+        ),
+        Cell("FSDP2", "Weights Updates MatchedUpdates", TypeError).refused(
+            "sharded parameters are DTensors, of which each process holds a part. "
+            "Train without fully_shard, for example with DistributedDataParallel."
         ),
         Cell("FSDP2, meshes", "Parameters", TypeError).refused(
             "the parameters are sharded over a mesh of {ndim} dimensions. "
@@ -34,7 +38,6 @@ class Sharded(Pitfall):
             "the parameters are sharded: {reason}. Use stage='step'."
         ),
         Cell("FSDP2, aggregators", "SharedParameters", TypeError).refused(
-            "the parameters are sharded: {reason}. "
-            "Use another aggregator, or DistributedDataParallel."
+            "the parameters are sharded: {reason}. Avoid this, or use DistributedDataParallel."
         ),
     )

@@ -34,14 +34,14 @@ class FullBackwardHooks(Pitfall):
             "together with full hooks. Use Outputs or Inputs."
         ),
         Cell("nested tensors", "ModuleGradients EveryModule").refused(
-            "a full backward hook gets tensors and tuples of them, and those that need a gradient "
-            "are inside {where}. Use Outputs or Inputs."
+            "a full backward hook sees only tensors and tuples of tensors, and the tensors that "
+            "need a gradient are in {where}. Use Outputs or Inputs."
         ),
         Cell("in-place consumer", FULL_HOOKS).refused(
             "PyTorch raises an error, because it allows no in-place change of a tensor with a full "
             "backward hook. Use Outputs or Inputs, or inplace=False."
         ),
         Cell("torch.func", FULL_HOOKS).refused(
-            "torch.func has no full backward hooks. Use Outputs or Inputs."
+            "torch.func does not support full backward hooks. Use Outputs or Inputs."
         ),
     )

@@ -25,10 +25,10 @@ class WrittenTensor(Pitfall):
         ),
         Cell("in-place write", "Inputs").refused(
             "the module {fault}: a hook would get no gradient, or only a part of it. "
-            "Use Outputs of the module before, or path='total' for a tensor that is no view."
+            "Use Outputs of the module before, or path='total', if the tensor is not a view."
         ),
         Cell("in-place consumer", "Inputs.branch").refused(
-            "the module wrote to its input in place, and this branch has no gradient of its own. "
+            "the module wrote to its input in place, so that path='branch' has no gradient. "
             "Use path='total', or Outputs of the module before."
         ),
     )

@@ -34,7 +34,7 @@ class LossScale(Pitfall):
             "scale here. Use Parameters(stage='step')."
         ),
         Cell("loss scale, not given to attach", "*").warned(
-            "a GradScaler calls the optimizer, and attach did not get it. {error}. "
+            "attach did not get the GradScaler that calls the optimizer. {error}. "
             "Use attach(.., scaler=scaler) together with Parameters(stage='step')."
         ),
     )

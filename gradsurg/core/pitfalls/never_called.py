@@ -76,7 +76,7 @@ class NeverCalled(Pitfall):
     def _reason(self, attachment: AttachmentLike, operation: Operation) -> str:
         """Why hooks may not have run; empty if nothing explains it."""
         if operation.stage == "step" and not attachment.steps.optimizers:
-            return ". It acts at stage 'step', and live.bind(optimizer) was not called"
+            return ". It acts at stage 'step': call live.bind(optimizer) in the block"
         if not self._was_compiled.get(operation):
             return ""
         has_acted = any(entry.all_calls for entry in attachment.ledger)

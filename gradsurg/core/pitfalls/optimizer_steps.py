@@ -40,8 +40,8 @@ class StepHooks(Pitfall):
 
     cells = (
         Cell("LBFGS", "Parameters", ValueError).refused(
-            "the intervention needs steps that can be skipped, and LBFGS also steps without "
-            "gradients. Choose another optimizer."
+            "the intervention may skip a step, and LBFGS moves parameters even without gradients. "
+            "Use another optimizer."
         ),
         Cell("LBFGS", "Updates MatchedUpdates", ValueError).refused(
             "cannot act on LBFGS, which computes curvature from its own updates."
@@ -52,7 +52,8 @@ class StepHooks(Pitfall):
         ),
         Cell("no optimizer", "*").warned(
             "{triggers}: no optimizer step was counted{since}, so the step stays the same. Use "
-            "attach(model, optimizer), live.bind(optimizer), or live.tick() after each step"
+            "attach(model, optimizer) or live.bind(optimizer); without an optimizer of torch call "
+            "live.tick() after each step"
         ),
         Cell("epochs", "*").warned(
             "Epochs: no epoch was counted. Use Epochs(length=..), attach(.., steps_per_epoch=..), "

@@ -51,7 +51,7 @@ class Replaced(Pitfall):
         ),
         Cell("modules or parameters are replaced", "*").warned(
             "{change} in the block, and the new ones are not hooked{also}: {names}. "
-            "Attach after the change, or call live.remove(..) and live.add(..)"
+            "Attach after the change, or call live.remove(label) and live.add(intervention)"
         ),
     )
 
@@ -73,11 +73,7 @@ class Replaced(Pitfall):
         is_sharded = found and any(map(autograd.is_sharded, params))
         late = ", for example after fully_shard" if is_sharded else ""
         for is_param, change, also in (
-            (
-                False,
-                "modules were replaced or added",
-                ", or count as parts of the one around them",
-            ),
+            (False, "modules were replaced or added", ", or count for the module around them"),
             (True, "parameters were replaced, added or unfrozen", late),
         ):
             if names := ", ".join(name for name, of_param in found if of_param is is_param):
@@ -164,7 +160,8 @@ class Parametrized(Pitfall):
 
     cells = (
         Cell("parametrized", PARAMETERS).warned(
-            "'{name}' is parametrized, and is not selected. Select its parameters: {parameters}"
+            "'{name}' is not selected: it is parametrized, so its parameters have other names. "
+            "Select {parameters}"
         ),
     )
 

@@ -24,22 +24,21 @@ class OnePair(Pitfall):
     cells = (
         Cell("other saved-tensor hooks", "SavedTensors").refused(
             "saved-tensor hooks are set already, such as those of a checkpoint, and a node can "
-            "have only one pair. "
-            "Choose the module without node=."
+            "have only one pair. Use SavedTensors('<module>') without node=."
         ),
         Cell("stateful transform", "SavedTensors", ValueError).refused(
             "the site covers many tensors, and {what} keeps one state for each site. "
-            "Choose modules or nodes."
+            "Name modules in place of 'block', with node= for nodes."
         ),
         Cell("nested modules", "SavedTensors").refused(
             "another intervention selects {outer} around it, and a saved tensor belongs to the "
             "innermost module only. Let both select the same modules."
         ),
         Cell("torch.func", "SavedTensors").refused(
-            "PyTorch has no saved-tensor hooks inside torch.func. Use Activations."
+            "PyTorch allows no saved-tensor hooks inside torch.func. Use Activations."
         ),
         Cell("double backward", "SavedTensors").refused(
-            "with create_graph=True PyTorch would have to differentiate the change, and cannot. "
-            "Use Activations, or no create_graph."
+            "PyTorch cannot differentiate the change of a saved tensor, which create_graph=True "
+            "needs. Use Activations, or leave out create_graph=True."
         ),
     )

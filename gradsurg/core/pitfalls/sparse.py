@@ -17,6 +17,6 @@ class SparseGradient(Pitfall):
     cells = (
         Cell("sparse gradient", "Parameters Buckets Captured", ValueError).refused(
             "{transform} cannot act on only the stored values of a sparse gradient. "
-            "Use an elementwise transform that keeps zero, or sparse=False."
+            "Use an elementwise transform that keeps zero, or an embedding with sparse=False."
         ),
     )
