@@ -523,7 +523,7 @@ def _check_reached(losses: Iterable[str], jacobian: Jacobian, features: str) -> 
     present = [name for name, reached in zip(names, jacobian.reached, strict=True) if reached]
     if len(present) < min(2, len(names)):
         raise ValueError(
-            "losses: name in features= a module whose output two of the losses depend on: of "
+            "losses: name in features= a module whose output the losses depend on: of "
             f"{', '.join(names)} {'only ' * bool(present)}{', '.join(present) or 'none'} depends "
             f"on the output of '{features}'"
         )
