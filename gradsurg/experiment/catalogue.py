@@ -277,14 +277,14 @@ def _table(entries: Sequence[Entry], width: int) -> str:
         rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
     legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
     if any(entry.preset_of for entry in entries):
-        legend.append("(name): a preset, which is the option of that name with other fields")
+        legend.append("(name): a preset: the option of that name with other values of its fields")
     if any({*stages} > {*entry.stages} > set() for entry in entries):
-        where = "the stages at which it acts, if not all (gradsurg/sites/README.md)"
-        legend.append(f"[..]: {where}: {', '.join(stages)}")
+        where = "the stages at which it acts (gradsurg/sites/README.md), of"
+        legend.append(f"[..]: {where} {', '.join(stages)}")
     examples = (one.command for one in entries if f" {one.group}." in one.command)
     if command := next(examples, ""):
         words = command.removeprefix("python -m gradsurg.run ")
-        legend.append(f"Fields are shown with their defaults; to set one: {words}")
+        legend.append(f"A row ends with the fields and their defaults; to set one: {words}")
     lines = [folded(text, width) for text in legend if text]
     return "\n".join([*lines, *[""] * bool(lines), aligned(rows, len(rows[0]), width)])
 

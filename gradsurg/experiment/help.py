@@ -28,29 +28,29 @@ Flags:
 
   -m                train each combination of the values listed with commas
   --list [GROUP]    print the options of a group with their purpose, fields
-                    and paper, or those that words describe: --list sparse,
-                    --list weight decay; --json prints all of it as JSON
+                    and paper, or search them: --list sparse, --list weight
+                    decay; --json prints all of it as JSON
   --config-dir DIR  add the yaml files in DIR/transform, DIR/model and so on
   --cfg job         print the whole config with your changes, and stop
 
-Groups. Choose one option of a group with group=option, such as
-site=outputs. transform and logger take lists: 'transform=[clip,noise]'.
+Groups. Choose one option with group=option, such as site=outputs; defaults
+are in brackets. transform and logger take lists: 'transform=[clip,noise]'.
 
-  transform   the change to a gradient; several act in this order. Without
-              one, and without an aggregator, a run is trained that is
-              compared with nothing
+  transform   the change to a gradient; several act in this order [none].
+              Without a transform and an aggregator the plain model is
+              trained, and compared with nothing
   site        where it acts: parameters, outputs or inputs of modules,
-              autograd nodes, activations ..
+              autograd nodes, activations .. [parameters]
   when        the condition under which it acts: steps, epochs, batch
               size, values .. With an aggregator and no transform, the
-              condition under which the aggregator acts
+              condition under which the aggregator acts [steps]
   aggregator  how the gradients of several tasks become one: pcgrad,
-              cagrad, mgda, upgrad ..
-  model       the network
-  task        the data, the loss and the metrics
-  optimizer   one of torch.optim
-  schedule    the learning rate over the optimizer steps
-  logger      where numbers go, besides the files in OUT/STUDY
+              cagrad, mgda, upgrad .. [none]
+  model       the network [mlp]
+  task        the data, the loss and the metrics [digits]
+  optimizer   one of torch.optim [sgd]
+  schedule    the learning rate over the optimizer steps [constant]
+  logger      where numbers go, besides the study's files [console,wandb]
   experiment  settings of several groups: a paper's method or a study
 
 {groups}

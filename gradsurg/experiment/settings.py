@@ -226,9 +226,9 @@ class Settings:
     each kind: control=[plain,norm_matched]
     """
     attribute: bool = False
-    """of several transforms: also train without each of them, to find the share of each"""
+    """with several transforms: also train without each of them, to find how much it adds"""
     device: Annotated[str, Field(min_length=1)] = "auto"
-    """CUDA if available, else the CPU; or cpu, cuda:1, mps"""
+    """auto: CUDA if available, else the CPU; or cpu, cuda:1, mps"""
     threads: Positive | None = 1
     """CPU threads of a run; null: PyTorch's default"""
     check_ranks: Natural = 50
@@ -249,7 +249,7 @@ class Settings:
     """print where the transform would act, and stop"""
     metric: Annotated[Text, Field(min_length=1)] | None = None
     """the metric of the verdict, such as test/loss; null: accuracy if the task has it, otherwise
-    the loss. Fixed when a run is first planned
+    the loss. A run keeps the one with which it was first planned
     """
     margin: Annotated[str, BeforeValidator(_margin)] | None = None
     """arms that differ by less are equivalent: 0.01 (in the metric's unit), 0.5pp (percentage
@@ -261,12 +261,12 @@ class Settings:
     effects_every: Natural = 1
     """steps between two measurements of the change of each gradient; 0: never"""
     conflict_every: Positive = 10
-    """the same for the conflict of several tasks, among the steps that effects_every measures"""
+    """steps between two measurements of how several tasks conflict, among those of effects_every"""
     log_every: Positive = 50
     """steps between two rows of the loss and the effects"""
     log: Annotated[Text, Field(min_length=1)] = AUTO
     """auto: loggers get the effects of each site, or a summary if a transform has more than 12
-    sites; sites: always those of each site; or a pattern of sites. effects.jsonl has all
+    sites; sites: always those of each site; or a pattern of site names. effects.jsonl has all
     """
     eval_every: Natural = 0
     """steps between two evaluations, a multiple of log_every; 0: only at the end"""
@@ -274,17 +274,17 @@ class Settings:
     """end a run at the first evaluation that reaches a value: "until='validation/loss <= 0.1'"
     """
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
-    """share of the training examples that is set aside: they are evaluated during training, the
+    """share of the training examples set aside: these are evaluated during training, the
     test data once at the end; null: 0.2 if until or tune decides on them, otherwise 0
     """
     tune: Annotated[Grid, _parsed(Grid)] | None = None
     """train each arm with each of these values, and compare with its best on validation data:
     tune=lr (five rates, from a quarter to four times the config's), tune='lr=log(1e-3,1,7)',
-    lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid. If a rate is among them, the
-    control tries as many rates as the others have configurations
+    lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid. If a learning rate is among
+    them, the control tries as many rates as the other arms have combinations of values
     """
     tune_seeds: Positive = 3
-    """seeds for each value of tune, from 1,000,000 on; none of them is compared"""
+    """seeds for each value of tune (1000000, 1000001 ..), used only to choose among the values"""
     checkpoint_every: Positive = 100
     """steps between two checkpoints"""
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 1.0

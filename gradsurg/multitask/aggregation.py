@@ -65,8 +65,8 @@ def check_trigger(trigger: Trigger, label: str) -> None:
     for part in trigger.parts:
         if isinstance(part, TensorTrigger | ForTask) or part.on_device:
             text = (
-                "reads one gradient, and an aggregator has several: use a trigger on the step, "
-                "epoch, phase, flag or probability"
+                "use Steps, Epochs, Phase, Flag or Probability: this trigger reads one gradient, "
+                "and an aggregator has several"
             )
             raise FieldError(part, [("", text)], f"{label}: {part!r}")
 
@@ -180,8 +180,8 @@ class Aggregation:
         fires, tasks, weights = self._count(SHARED), tuple(losses), self._weights
         if weights is not None and self._weighted_tasks != tasks:
             raise ValueError(
-                f"losses: the weights of this step are of {', '.join(self._weighted_tasks)}, found "
-                f"{', '.join(tasks)}"
+                "losses: give each live.backward of a step the same losses: the first one had "
+                f"{', '.join(self._weighted_tasks)}, found {', '.join(tasks)}"
             )
         with without_autocast(()):
             if not fires:
@@ -392,9 +392,8 @@ class Aggregation:
         if shapes != initial_shapes or (initial and known != tasks):
             described = ", ".join(known) if known != tasks else "another number of tasks"
             raise ValueError(
-                f"{self.label}: the state at '{group}' is of {described}, found "
-                f"{', '.join(tasks)}: an aggregator with a state needs the same tasks in the same "
-                "order"
+                f"{self.label}: give live.backward the same losses in the same order as before: "
+                f"the state at '{group}' was made for {described}, found {', '.join(tasks)}"
             )
         if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
             # These compute on the CPU, except for tensors that grow to the size of the rows.

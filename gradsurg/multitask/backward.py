@@ -80,8 +80,8 @@ class MultiTaskBackward:
         for other in self.aggregations:
             if other.at.reduce != at.reduce:
                 raise ValueError(
-                    f"{label}: reduce must be that of '{other.label}', {other.at.reduce!r}, found "
-                    f"{at.reduce!r}"
+                    f"{label}: use reduce={other.at.reduce!r}, as '{other.label}' has, found "
+                    f"{at.reduce!r}: all aggregators of a surgery need the same"
                 )
         self._shards = group_of(self.attachment.model.parameters(), at, aggregator)
         if self._shards is not None:
@@ -102,9 +102,9 @@ class MultiTaskBackward:
             return
         if at.engine == "feature":
             raise RuntimeError(
-                f"{label}: engine='feature' combines gradients at a representation of single "
-                "examples, and the processes have different ones: use engine='full', or "
-                "reduce='local' to aggregate in each process and average the results"
+                f"{label}: use engine='full', or reduce='local' to aggregate in each process and "
+                "average the results: engine='feature' combines the gradients of single examples, "
+                "and each process has other examples"
             )
         self._group = wrapper.process_group
 
@@ -160,7 +160,8 @@ class MultiTaskBackward:
     def jacobian(self, losses: Losses, interventions: "Sequence[Operation]") -> dict[str, Tensor]:
         """Implement `Live.jacobian`."""
         if any(map(is_sharded, self.attachment.model.parameters())):
-            raise TypeError("live.jacobian: the parameters are sharded, and it returns whole rows")
+            rule = "call it without fully_shard: it returns whole gradients, found sharded ones"
+            raise TypeError(f"live.jacobian: {rule}")
         call = BackwardCall(named_losses(losses), list(interventions), True, retain_graph=True)
         call.check_task_names(list(call.losses))
         call.check_stateless(len(call.losses))
@@ -431,8 +432,8 @@ class MultiTaskBackward:
         """Run one backward pass a task down to the shared representation, and one below it."""
         if not call.last:
             raise ValueError(
-                "engine 'feature' combines the gradients of one forward pass: aggregate=False "
-                "needs engine='full'"
+                "live.backward: leave out aggregate=False, or use engine='full': engine='feature' "
+                "combines the gradients of one forward pass"
             )
         losses = call.losses
         cut = find_cut(losses, marker)
@@ -443,7 +444,7 @@ class MultiTaskBackward:
         check_dense(task_grads, marker.name)
         group = f"{aggregation.label}/{REPRESENTATION}"
         found, jacobian = jacobian_at(cut.edges, task_grads, group)
-        _check_reached(losses, jacobian)
+        _check_reached(losses, jacobian, marker.name)
         absent = [
             name for name, reached in zip(losses, jacobian.reached, strict=True) if not reached
         ]
@@ -516,14 +517,15 @@ class MultiTaskBackward:
         )
 
 
-def _check_reached(losses: Iterable[str], jacobian: Jacobian) -> None:
+def _check_reached(losses: Iterable[str], jacobian: Jacobian, features: str) -> None:
     """Raise ValueError if none of the tasks has a gradient, or fewer than two of several tasks."""
     names = [*losses]
     present = [name for name, reached in zip(names, jacobian.reached, strict=True) if reached]
     if len(present) < min(2, len(names)):
         raise ValueError(
-            f"losses: of {', '.join(names)} only {', '.join(present) or 'none'} has a gradient at "
-            "the representation, so there is nothing to combine"
+            "losses: name in features= a module whose output the losses depend on: of "
+            f"{', '.join(names)} {'only ' * bool(present)}{', '.join(present) or 'none'} depends "
+            f"on the output of '{features}'"
         )
 
 

@@ -79,8 +79,8 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
         above, entered = _above(get_gradient_edge(loss), marker)
         if any(node.name() == REENTRANT for node in above):
             raise RuntimeError(
-                f"the head of task '{name}' holds a reentrant checkpoint, which hides its "
-                "parameters from autograd.grad: use checkpoint(use_reentrant=False)"
+                f"losses['{name}']: use checkpoint(.., use_reentrant=False): the head has a "
+                "reentrant checkpoint, which hides its parameters from autograd.grad"
             )
         heads[name] = [leaf for node in above if (leaf := leaf_of(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
@@ -92,13 +92,13 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
         )
     if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
-            f"features: the losses {', '.join(losses)} separate inside one compiled graph, which "
-            "does not show where: compile the trunk and the heads separately, or use engine='full'"
+            "features: compile the trunk and the heads separately, or use engine='full': inside "
+            f"one compiled graph it cannot be seen where the losses {', '.join(losses)} separate"
         )
     entered_nodes = {edge.node for edge in edges.values()}
     next_edges = chain.from_iterable(node.next_functions for node in entered_nodes)
     beneath = with_nodes_below(node for node, _ in next_edges if node is not None)
-    _check_heads(heads, beneath)
+    _check_heads(heads, beneath, marker)
     nested = not beneath.isdisjoint(entered_nodes)
     joined = any(count > 1 for count in counts.values())
     return GraphCut(list(edges.values()), heads, nested, joined)
@@ -120,25 +120,25 @@ def _above(root: GradientEdge, marker: "OutputMarker") -> tuple[list[Node], list
     return list(reachable([root.node], successors)), entered
 
 
-def _check_heads(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node]) -> None:
+def _check_heads(
+    heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node], marker: "OutputMarker"
+) -> None:
     """Raise ValueError if a leaf is in two heads, or in a head and below the cut."""
     owners: dict[int, str] = {}
-    hint = (
-        "name a module above which they share nothing, and give each loss as it was computed from "
-        "its own output"
-    )
     for name, leaves in heads.items():
         for leaf in leaves:
             other = owners.setdefault(id(leaf), name)
+            what = marker.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
             if other != name:
                 raise ValueError(
-                    f"features: tasks '{other}' and '{name}' share a parameter of shape "
-                    f"{list(leaf.shape)} above the representation: {hint}"
+                    "features: name a later module, or use engine='full': the losses of "
+                    f"'{other}' and '{name}' both depend on {what} above '{marker.name}'. "
+                    "Compute each loss from its own head"
                 )
             if get_gradient_edge(leaf).node in beneath:
                 raise ValueError(
-                    f"features: task '{name}' reaches a parameter of shape {list(leaf.shape)} both "
-                    f"below the representation and past it: {hint}"
+                    "features: name an earlier module, or use engine='full': the loss of "
+                    f"'{name}' depends on {what} through '{marker.name}' and past it"
                 )
 
 
@@ -190,7 +190,7 @@ class OutputMarker:
     """
 
     def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
-        self.name = name
+        self.name, self.names = name, {id(each): key for key, each in model.named_parameters()}
         self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # outputs without a node
         self._mark = object()  # not self, which the graph would keep alive
         module = module_of(model, name)

@@ -142,9 +142,9 @@ class Jacobian:
             wrong = [grad for grad in present if not _is_dense(grad)]
             if wrong and strict:
                 raise TypeError(
-                    f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
-                    f"found {wrong[0].dtype} with layout {wrong[0].layout}: select others "
-                    "(SharedParameters('<pattern>')), or use engine='feature' and features="
+                    f"parameter '{self.names[index]}': leave it out, by SharedParameters("
+                    "'<pattern>'), or use engine='feature', features='<module>': aggregators take "
+                    f"dense real gradients, found {wrong[0].dtype} with layout {wrong[0].layout}"
                 )
             (left_out if wrong else self.shared).append(index)
         return [self.names[index] for index in left_out]
@@ -325,8 +325,8 @@ class Jacobian:
             for name, reached in zip(tasks, self.reached, strict=True)
         )
         return (
-            "losses: no parameter with an aggregator is reached by two tasks, so there is nothing "
-            f"to combine; of all {len(self.params)} parameters {counts}"
+            "losses: two losses must depend on the same parameter, which SharedParameters selects, "
+            f"so that there is something to combine; of all {len(self.params)} parameters {counts}"
         )
 
 
@@ -492,9 +492,9 @@ class JacobianBuilder:
         names = {kind.__name__ for kind in set(map(type, nodes))}
         if REENTRANT in names:
             raise RuntimeError(
-                "the losses hold a reentrant checkpoint, which allows one backward pass and hides "
-                "its parameters from autograd.grad: use checkpoint(use_reentrant=False), or "
-                "engine='feature' if it is below the representation (features=)"
+                "losses: use checkpoint(.., use_reentrant=False): a reentrant checkpoint allows "
+                "one backward pass and hides its parameters from autograd.grad. Or use "
+                "engine='feature', if the checkpoint is below the module of features="
             )
         self.compiled = COMPILED in names
         check_repeatable(losses, shared=not call.retain_graph)
@@ -519,7 +519,8 @@ class JacobianBuilder:
                     grads = gradients(loss, leaves, keep_graph)
                 of_params, of_extra = grads[: len(jacobian.params)], grads[len(jacobian.params) :]
                 if all(grad is None for grad in of_params) and not measuring:
-                    raise ValueError(f"losses['{name}']: reaches no parameter of the model")
+                    rule = "depends on no parameter of the attached model that requires a gradient"
+                    raise ValueError(f"losses['{name}']: leave it out: it {rule}")
                 if self.compiled:
                     of_params = self._without_zeros(name, of_params, reached[index])
                 jacobian.add(tasks.index(name), of_params)
@@ -537,8 +538,8 @@ class JacobianBuilder:
                 jacobian.reset(num_tasks)
         elif not jacobian.num_tasks:
             raise ValueError(
-                "the parameters that require a gradient have changed between two live.backward "
-                "calls of one step: change them between two steps"
+                "live.backward: change requires_grad of parameters only after optimizer.step(): "
+                "it changed between two live.backward calls of one step"
             )
         elif jacobian.num_tasks != num_tasks:
             jacobian.add_tasks(num_tasks)

@@ -78,8 +78,8 @@ class BackwardCall:
         for each in self.task_specific:
             for part in each.named_tasks:
                 if part.task not in names:
-                    text = f"there is no loss '{part.task}'. {nearest(part.task, list(names))}"
-                    text += " The first live.backward must have it"
+                    near = nearest(part.task, list(names))
+                    text = f"there is no loss '{part.task}' in the first live.backward. {near}"
                     raise SelectionError(part, "task", text, f"{each.label}: {part!r}")
 
     def check_stateless(self, num_tasks: int) -> None:
@@ -89,9 +89,9 @@ class BackwardCall:
         for each in self.task_independent:
             if each.stage in PER_TASK_STAGES and each.stateful:
                 text = (
-                    f"{each.stateful} has a state for each site, which the gradients of "
-                    f"{num_tasks} tasks would share: act after the aggregator, at Parameters with "
-                    "stage 'step', or on one task, by a ForTask trigger"
+                    "act after the aggregator, by Parameters(stage='step'), or on one task, by the "
+                    f"trigger ForTask('<task>'): {each.stateful} has one state for each site, "
+                    f"which {num_tasks} tasks would share"
                 )
                 stateful = [link for link in each.intervention.links if repr(link) == each.stateful]
                 owner = stateful[0] if stateful else each.intervention.operator

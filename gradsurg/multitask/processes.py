@@ -51,10 +51,9 @@ def mean_losses(
     total, squares, *sums = values.tolist()
     if int(total) ** 2 != count * int(squares):  # equal only for equal checksums
         raise RuntimeError(
-            "losses: the processes have different tasks, or tasks that reach different parameters, "
-            f"so that their gradients have no mean; in this process {', '.join(losses)}. Give "
-            "every process the same losses, or use SharedParameters(reduce='local') if their "
-            "parameters are not sharded"
+            "losses: give every process the same losses, found different tasks, or tasks that "
+            f"reach different parameters; in this process {', '.join(losses)}. Or use "
+            "SharedParameters(reduce='local'), unless the parameters are sharded"
         )
     return {name: total / count for name, total in zip(losses, sums, strict=False)}
 

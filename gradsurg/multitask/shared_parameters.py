@@ -107,8 +107,8 @@ class SharedParameters(ParamSelector):
         if self.features and self.engine != "feature":
             raise Contradiction("features", "needs engine='feature', found engine='full'")
         if self.engine == "feature" and not self.features:
-            rule = "must name the module whose output the tasks share, with engine='feature'"
-            raise Contradiction("features", f"{rule}, as features='trunk'")
+            rule = "name the module whose output the tasks share, such as features='trunk'"
+            raise Contradiction("features", f"{rule}: engine='feature' needs it")
         if self.engine == "feature" and self.granularity != "whole":
             raise Contradiction(
                 "granularity",
@@ -117,15 +117,14 @@ class SharedParameters(ParamSelector):
         if self.engine == "feature" and self.on_nonfinite == "skip":
             raise Contradiction("on_nonfinite", "'skip' needs engine='full', found 'feature'")
         if self.engine == "feature" and not self.all:
-            raise Contradiction(
-                "pattern", "engine='feature' acts on all parameters below it and takes no selection"
-            )
+            text = f"leave it out: engine='feature' acts on all parameters below '{self.features}'"
+            raise Contradiction("pattern", text)
 
     def check_aggregator(self, aggregator: Aggregator) -> None:
         if isinstance(aggregator, LossWeighting) and self != SharedParameters(reduce=self.reduce):
             raise ValueError(
-                f"{type(aggregator).__name__}: weights the losses, and so the gradients of all "
-                "parameters: use SharedParameters() without arguments other than reduce"
+                f"{type(aggregator).__name__}: use SharedParameters() without arguments (reduce= "
+                "is allowed): it weights the losses, and so the gradients of all parameters"
             )
 
     def kind_at(self, stage: Stage | None) -> Kind:
@@ -147,7 +146,7 @@ class SharedParameters(ParamSelector):
             case "layer":
                 layers = _layers(model)
                 if not layers:
-                    text = "found no ModuleList or Sequential of modules of one class: use 'module'"
+                    text = "use 'module': found no ModuleList or Sequential of modules of one class"
                     raise SelectionError(self, "granularity", text)
                 return {name: _layer_of(name, layers) for name in names}
             case "module":

@@ -125,7 +125,7 @@ def _listed(choices: Sequence[str], close: Sequence[str], listed_by: str) -> str
         shown.pop()
     left = len(choices) - len(shown)
     if close and (left or {*choices} <= {*close}):
-        return f"All: {run_command(listed_by)}" if left and listed_by else ""
+        return f"All of them: {run_command(listed_by)}" if left and listed_by else ""
     listed = ", ".join(shown) or "none"
     if left:
         listed += f", ... and {left} more" + f": {run_command(listed_by)}" * bool(listed_by)

@@ -25,24 +25,24 @@ Keys, with their defaults. Those without a text are as in gradsurg.run.
   control=plain    the arm to compare with
   metric=null      the number to compare, by the NAME under which the script
                    reports it: to gradsurg.outcome(NAME=..), to W&B or to
-                   TensorBoard, or printed as NAME: number. The last value is
-                   taken; max:NAME or min:NAME takes the best one. If the name
-                   does not say which is better: higher:NAME or lower:NAME.
+                   TensorBoard, or printed as NAME: number. max:NAME or
+                   min:NAME takes its best value, not its last; higher:NAME or
+                   lower:NAME says what is better, if the name does not.
                    null: one is chosen, and all names are printed
   margin=null      arms that differ by less are equivalent
   tune=null        each arm tries these values of a field of the transform or
                    of an option of the script, on other seeds, and keeps the
                    one with the best metric: tune='--lr=[0.01,0.1]'
   tune_seeds=3     seeds for each of these values
-  model=NAME       the variable or class of the model, if the script trains
-                   several
+  model=NAME       the model's variable or class, if the script trains several
   jobs=1           runs at once
-  study=SCRIPT out=runs logger=none effects_every=1
-  force=false retry_failed=true report=auto dry_run=false
+  study=SCRIPT     the name of the study, by default that of the script
+  out=runs logger=none effects_every=1 force=false retry_failed=true
+  report=auto dry_run=false
 
 In the arguments {{seed}}, {{arm}} and {{out}} stand for the seed, the arm and
-a folder of the run. The random generators of Python, NumPy and PyTorch are
-seeded before the script begins; a script that seeds itself needs {{seed}}."""
+a folder inside that of the run. The random generators of Python, NumPy and
+PyTorch are seeded; if your script seeds itself, pass {{seed}} to it, as above."""
 
 WRONG_INPUT, INTERRUPTED = 2, 130
 
@@ -50,14 +50,14 @@ WRONG_INPUT, INTERRUPTED = 2, 130
 def main() -> int:
     """Run the command line, and return the exit code.
 
-    0 if all runs finished, 1 if one failed, 2 if the words are wrong or nothing can be attached,
-    130 after an interruption. One line says what is wrong.
+    0: all runs finished, 1: one failed, 2: wrong words, or nothing attached, 130: interrupted.
     """
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
     if not words or {"-h", "--help"} & {*own}:
         print(USAGE.format(command=typed_command("gradsurg.script")))
-        return 0 if words else WRONG_INPUT
+        if words:
+            return 0
     try:
         need("run")
     except MissingExtra as error:

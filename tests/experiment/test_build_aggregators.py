@@ -30,7 +30,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         ),
         (
             ["shared.engine=feature"],
-            ["shared.features: must name the module whose output the tasks share, with "],
+            ["shared.features: name the module whose output the tasks share, such as "],
         ),
         (
             ["shared.engine=foo", "shared.granularity=bar"],
@@ -63,15 +63,17 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["when.start=100"],
             ["when.start: must be <= 9, the last step of the run, found 100"],
         ),
-        (["when=threshold"], ["when: reads one gradient, and an aggregator has several"]),
+        (
+            ["when=threshold"],
+            ["when: use Steps, Epochs, Phase, Flag or Probability: this "],
+        ),
         *[
             (
                 [f"transform={words}"],
                 [
-                    "transform.grokfast_ema: GrokfastEMA(decay=0.98, strength=2.0) has a state for "
-                    "each site, which the gradients of 2 tasks would share: act after the "
-                    "aggregator, at Parameters with stage 'step', or on one task, by a ForTask "
-                    "trigger"
+                    "transform.grokfast_ema: act after the aggregator, by Parameters(stage='step'"
+                    "), or on one task, by the trigger ForTask('<task>'): GrokfastEMA(decay=0.98, "
+                    "strength=2.0) has one state for each site, which 2 tasks would share"
                 ],
             )
             for words in ("grokfast_ema", "[clip,grokfast_ema]")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -84,6 +85,11 @@ def test_help_shows_defaults_and_where_the_options_are_listed(here: Here) -> Non
     )
     assert re.search(r" transform: adagc, .*, \.\.\. and \d+ more: --list transform ", text)
     assert "task: char_lm, cifar10, diabetes, digits, " in text
+    chosen = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    for group, options in chain(*(one.items() for one in chosen if isinstance(one, dict))):
+        if options and " " not in group:
+            option = options if isinstance(options, str) else ",".join(options)
+            assert re.search(rf" {group} [^\[\]]*\[{option}\]", text), group
     for flag in ("-m", "--list [GROUP]", "--json", "--config-dir DIR", "--cfg job"):
         assert flag in text
 

@@ -39,7 +39,7 @@ WRONG = (
     Wrong(
         "transform=clop",
         "transform: did you mean 'clip'? There is no 'clop'.",
-        " All: python -m gradsurg.run --list transform",
+        " All of them: python -m gradsurg.run --list transform",
     ),
     Wrong(
         "transform=",

@@ -145,7 +145,7 @@ def test_single_use_graphs_of_one_task_are_not_refused(
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
 def test_a_representation_inside_a_compiled_graph_is_refused() -> None:
     model = Net()
-    rule = "the losses a, b, c separate inside one compiled graph"
+    rule = "inside one compiled graph it cannot be seen where the losses a, b, c separate"
     with gs.Surgery(at_shared(Uneven(), **ENGINES["feature"])).attach(model) as live:
         outputs = compiled(model)(batch(8))
         with pytest.raises(RuntimeError, match=rule):

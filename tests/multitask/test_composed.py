@@ -240,7 +240,7 @@ def test_a_stateful_transform_may_act_on_one_task_or_after_the_aggregator(how: s
         for step in range(2):
             live.backward(losses_of(model, step))
             optimizer.step()
-        with pytest.raises(ValueError, match="grokfast_ema_2: .* has a state for each site"):
+        with pytest.raises(ValueError, match="grokfast_ema_2: .* has one state for each site"):
             live.add(gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("trunk.1")))
             live.backward(losses_of(model))
         live.remove("grokfast_ema_2")

@@ -94,7 +94,7 @@ def test_a_stateful_transform_is_refused_for_batches_of_other_tasks() -> None:
     item = gs.Intervention(gs.GrokfastEMA(), at=gs.Parameters("trunk.0.weight"))
     with gs.Surgery(item, at_shared(Uneven())).attach(model) as live:
         live.backward({"a": losses_of(model)["a"]}, aggregate=False)
-        with pytest.raises(ValueError, match="gradients of 2 tasks would share"):
+        with pytest.raises(ValueError, match="which 2 tasks would share"):
             live.backward({"b": losses_of(model)["b"]})
 
 
@@ -102,7 +102,7 @@ def test_batches_with_weighted_losses_need_the_same_tasks() -> None:
     model = Net()
     with gs.Surgery(at_shared(gs.Mean())).attach(model) as live:
         live.backward(losses_of(model), aggregate=False)
-        with pytest.raises(ValueError, match="weights of this step are of a, b, c, found a, b"):
+        with pytest.raises(ValueError, match="the first one had a, b, c, found a, b"):
             live.backward({task: losses_of(model)[task] for task in "ab"})
         live.backward({task: losses_of(model)[task] for task in "ab"})
 
@@ -149,7 +149,7 @@ def test_freezing_a_parameter_between_batches_is_refused() -> None:
         live.backward(losses_of(model), aggregate=False)
         model.trunk[0].weight.requires_grad_(False)
         with pytest.raises(
-            ValueError, match="require a gradient have changed between two live.backward"
+            ValueError, match="only after .*: it changed between two live.backward calls"
         ):
             live.backward(losses_of(model))
         live.backward(losses_of(model))
@@ -446,7 +446,7 @@ def test_a_checkpoint_updates_running_statistics_once(
 def test_a_reentrant_checkpoint_is_refused_with_instructions() -> None:
     model = Checkpointed()
     model.reentrant = True
-    rule = "reentrant checkpoint.*use_reentrant=False.*engine='feature'"
+    rule = "use_reentrant=False.*a reentrant checkpoint.*engine='feature'"
     with pytest.raises(RuntimeError, match=rule):
         joint(model, losses_of(model), at_shared(Uneven()))
 
@@ -467,7 +467,7 @@ def test_a_reentrant_checkpoint_in_a_head_is_refused() -> None:
             task: checkpoint(head, features, use_reentrant=True).square().mean()  # pyright: ignore
             for task, head in model.heads.items()
         }
-        with pytest.raises(RuntimeError, match="head of task 'a' holds a reentrant checkpoint"):
+        with pytest.raises(RuntimeError, match="losses.'a'.*the head has a reentrant"):
             live.backward(losses)
         live.backward(losses_of(model))
 

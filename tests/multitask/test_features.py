@@ -255,13 +255,13 @@ def test_two_forwards_can_have_their_backwards_in_turn() -> None:
             "partly",
             "low",
             ValueError,
-            r"tasks 'a' and 'b' share a parameter of shape \[6\] above the representation",
+            "name a later module, .* 'a' and 'b' both depend on .* above 'low'",
         ),
         (
             "partly",
             "high",
             ValueError,
-            "task 'c' reaches a parameter of shape .* both below the representation and past it",
+            "name an earlier module, .* 'c' depends on .* through 'high' and past it",
         ),
         ("one", "trnk", LookupError, "there is no module 'trnk'. .*trunk"),
     ],
@@ -285,7 +285,7 @@ def test_stacked_losses_are_refused() -> None:
     with gs.Surgery(feature(Uneven())).attach(model) as live:
         losses = torch.stack(list(model(inputs()).values()))
         with pytest.raises(
-            ValueError, match="share a parameter .* as it was computed from its own"
+            ValueError, match="name a later module, .* Compute each loss from its own head"
         ):
             live.backward(losses)
         live.backward(model(inputs()))
@@ -331,7 +331,7 @@ def test_a_representation_of_one_task_is_refused() -> None:
     model = with_a_task_of_its_own()
     with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
         outputs = model(inputs())
-        with pytest.raises(ValueError, match="of a, d only a has a gradient at the representation"):
+        with pytest.raises(ValueError, match="of a, d only a depends on the output of 'trunk'"):
             live.backward({task: outputs[task] for task in "ad"})
         outputs = model(inputs())
         live.backward({task: outputs[task] for task in "ab"})
@@ -450,7 +450,7 @@ def test_sparse_gradients_above_or_below_the_representation_stay_sparse() -> Non
 def test_several_batches_a_step_are_refused() -> None:
     model = one()
     with gs.Surgery(feature(Uneven())).attach(model) as live:
-        with pytest.raises(ValueError, match="aggregate=False needs engine='full'"):
+        with pytest.raises(ValueError, match="leave out aggregate=False, or use engine='full'"):
             live.backward(model(inputs()), aggregate=False)
         live.backward(model(inputs()))
 
@@ -478,12 +478,12 @@ def test_fields_without_effect_with_this_engine_are_refused() -> None:
         gs.SharedParameters(features="trunk")
     with pytest.raises(ValueError, match="must be 'whole' with engine='feature'"):
         gs.SharedParameters(engine="feature", features="trunk", granularity="module")
-    with pytest.raises(ValueError, match="takes no selection"):
+    with pytest.raises(ValueError, match="pattern: leave it out: engine='feature'"):
         gs.SharedParameters("trunk.*", engine="feature", features="trunk")
 
 
 def test_the_engine_needs_the_name_of_a_module() -> None:
-    with pytest.raises(ValueError, match=r"features: must name the module .* features='trunk'"):
+    with pytest.raises(ValueError, match=r"features: name the module .* features='trunk'"):
         gs.SharedParameters(engine="feature")
 
 
@@ -568,7 +568,7 @@ class Late(nn.Module):
 def test_a_stateful_transform_above_the_cut_is_refused_where_tasks_share_nodes() -> None:
     model = Late()
     item = gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("act"))
-    rule = "GrokfastEMA.* has a state for each site, .* 2 tasks"
+    rule = "GrokfastEMA.* has one state for each site, .* 2 tasks"
     surgery = gs.Surgery(item, feature(Uneven(), "trunk"))
     with pytest.raises(ValueError, match=rule), surgery.attach(model) as live:
         live.backward(model(inputs()))

@@ -142,10 +142,10 @@ def test_what_has_no_update_by_parts_is_refused() -> None:
         _shard(model := Net(), ranks)
         with gs.Surgery(gs.Intervention(gs.MGDA(), gs.SharedParameters())).attach(model) as live:
             losses = _losses(model, 0, ranks)
-            with pytest.raises(TypeError, match=r"live\.jacobian: the parameters are sharded"):
+            with pytest.raises(TypeError, match=r"live\.jacobian: call it without fully_shard"):
                 live.jacobian(losses)
             names = ["0", "1"] if ranks.rank else ["0", "2"]
-            with pytest.raises(RuntimeError, match="the processes have different tasks"):
+            with pytest.raises(RuntimeError, match="found different tasks"):
                 live.backward({name: losses[name] for name in names})
             live.backward(losses)
 

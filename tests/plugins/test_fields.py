@@ -202,7 +202,7 @@ def test_an_unknown_name_gives_the_suggestion_first_and_a_whole_command(
     assert unknown(fault, "nme7", ["name7"]) == said
     assert unknown(fault, "nme7", NAMES) == said
     listed = unknown(fault, "nme7", NAMES, listed_by="--list names")
-    assert listed == f"{said} All: python -m gradsurg.run --list names"
+    assert listed == f"{said} All of them: python -m gradsurg.run --list names"
     assert unknown(fault, "qqq", ["clip"]) == f"{fault}. There are: clip."
     few = ", ".join(NAMES[:7])
     more = unknown(fault, "qqq", NAMES, listed_by="--list names")
@@ -211,7 +211,7 @@ def test_an_unknown_name_gives_the_suggestion_first_and_a_whole_command(
     )
     monkeypatch.setattr(sys, "argv", ["gradsurg run"])
     assert unknown(fault, "nme7", NAMES, listed_by="--list names").endswith(
-        " All: gradsurg run --list names"
+        " All of them: gradsurg run --list names"
     )
 
 

@@ -95,7 +95,7 @@ def test_a_class_is_found_by_its_files_stem() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_choices_and_the_nearest() -> None:
-    message = "did you mean 'norm_rescale'? There is no 'norm_rescal' in transforms. All: "
+    message = "did you mean 'norm_rescale'? There is no 'norm_rescal' in transforms. All of them: "
     with pytest.raises(LookupError, match=re.escape(message)) as caught:
         find("transforms", "norm_rescal")
     assert str(caught.value).endswith(" python -m gradsurg.run --list transform")

@@ -297,6 +297,12 @@ def test_a_named_model_is_attached_and_a_wrong_name_refused(tmp_path: Path) -> N
     assert (wrong.code, wrong.err.splitlines()[-1]) == (2, text)
 
 
+def test_without_words_the_usage_is_followed_by_what_is_missing(tmp_path: Path) -> None:
+    ended = run(tmp_path)
+    assert (ended.code, ended.out.startswith("usage: ")) == (2, True)
+    assert ended.err == "write python -m gradsurg.script -- SCRIPT.py: the -- is missing\n"
+
+
 def test_torchrun_stands_in_front(folder: Path) -> None:
     text = PLAIN.replace(
         "x, y = data()", "x, y = data()\ntorch.distributed.init_process_group('gloo')"
