@@ -92,7 +92,7 @@ def test_a_script_that_seeds_itself_is_noticed_and_gets_no_p(folder: Path) -> No
     ended = run(folder, "seeds=8", "--", "train.py", "--seed", "7")
     assert ended.code == 0
     assert "the script seeds itself (torch.manual_seed(7))" in ended.err
-    assert "write {seed}, as --seed {seed}, or read GRADSURG_SEED" in ended.err
+    assert "give the script {seed}, such as --seed {seed}" in ended.err
     assert len(read_study(folder / "runs/train").all_runs) == 3
     handed = run(folder, "seeds=2", "study=handed", "--", "train.py", "--seed", "{seed}")
     assert "seeds itself" not in handed.err
