@@ -298,7 +298,7 @@ def test_a_named_model_is_attached_and_a_wrong_name_refused(tmp_path: Path) -> N
 
 
 def test_without_words_the_usage_is_followed_by_what_is_missing(tmp_path: Path) -> None:
-    ended = run(tmp_path)
+    ended = python(tmp_path, "-m", "gradsurg.script")
     assert (ended.code, ended.out.startswith("usage: ")) == (2, True)
     assert ended.err == "write python -m gradsurg.script -- SCRIPT.py: the -- is missing\n"
 
