@@ -86,13 +86,13 @@ class Pair:
     def cell(self) -> str:
         """The cell of the table: the default rate, its score, and that of another own rate."""
         own, text = OWN[self.optimizer], f"{self.default:g}: {self.shown(self.default)}"
-        return text if self.default == own else f"{text} ({self.shown(own)})"
+        return text if self.default == own else f"{text}\N{NO-BREAK SPACE}({self.shown(own)})"
 
     def shown(self, rate: float) -> str:
         score = self.scores.get(rate)
         if score is None:
             return "-"
-        return f"{score:.4g}" if "loss" in self.metric else f"{100 * score:.2f} %"
+        return f"{score:.4g}" if "loss" in self.metric else f"{100 * score:.2f}"
 
 
 def measured(task: str, optimizer: str, out: Path) -> Pair:
