@@ -63,7 +63,7 @@ LARGEST_LEAST = 1e-3
 
 @contextmanager
 def across(group: "distributed.ProcessGroup | None") -> Iterator[None]:
-    """Each process of the group has some columns of J in the block; None: this one has all."""
+    """In this context each process of `group` has some columns of J; with None, it has them all."""
     token = _processes.set(group)
     try:
         yield
