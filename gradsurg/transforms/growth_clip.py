@@ -42,7 +42,7 @@ class GrowthClip(Transform):
     ) -> tuple[Tensor, TransformState]:
         size, before = norm(grad, self.per), state["norm"]
         divisor = torch.where(size > 0, size, 1.0)
-        bound = torch.where(before > 0, self.factor * before, divisor)
+        bound = torch.where((before > 0) & (size > 0), self.factor * before, divisor)
         result = widened(grad) * (bound / divisor).clamp(max=1.0)
         after = torch.where(size.isfinite(), torch.minimum(size, bound), before)
         return result.to(grad.dtype), {"norm": after}
