@@ -26,8 +26,7 @@ class AdaptiveClip(GroupTransform):
 
     - `z`: a factor of the threshold, or the quantile with `rule=quantile`.
     - `warmup`: the number of first norms, from which the averages m and v (below) start.
-    - `max_norm`: a bound of the joint norm in the warm-up. After it a bound of n, except with
-      `ratio`.
+    - `max_norm`: a bound of the joint norm in the warm-up and, except with `ratio`, of n after it.
     - `of`: whether n is the joint 2-norm of all gradients of a `group`, or the 2-norm of `each`
       gradient.
 

@@ -24,7 +24,7 @@ class FeatureDistance(Transform):
     Here T(z) = sign(z) |z|^power. The value z at the site has one example for each index of axis 0,
     and z0 is the value at the site's first gradient. An attack that starts from the clean images
     then ascends the loss plus the distances D of all sites. With power 0.5 it makes the
-    transferable adversarial perturbations of Zhou et al., ECCV 2018, section 3, without the
+    transferable adversarial perturbations of Zhou et al., ECCV 2018, section 3. It leaves out the
     smoothing that they add at the images.
 
     z0 is the state of a site: attach the surgery anew for other images. At a feature of zero T has

@@ -16,9 +16,9 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 class GrowthClip(Transform):
     """Bound the growth of the norm: g * min(1, factor * |r| / |g|), r the last result.
 
-    The 2-norms are of the `tensor`, or of each group of `per`: `unit` (an index of axis 0), `entry`
-    or an einops pattern such as `o i kh kw -> o i`. The limiter of norm growth of Fira (Chen et al.
-    2024, arXiv 2410.01623, equation 8), with factor as gamma.
+    The 2-norms are of the group selected by `per`, which is `tensor`, `unit` (an index of axis 0),
+    `entry` or an einops pattern such as `o i kh kw -> o i`. The limiter of norm growth of Fira
+    (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
 
     The first gradient is not clipped, nor is a gradient after a result of zero. |r| is the state of
     a site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A group with a

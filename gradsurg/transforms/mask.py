@@ -24,8 +24,8 @@ class Mask(Stateless):
       exceed.
     - `rescale`: multiply the k kept of d entries by d / k (`largest`, `random_k`) or by 1 / amount
       (`random`), which makes the random choices unbiased.
-    - `per`: the groups of `largest` and `random_k`: the `tensor`, each `unit` (index of axis 0), or
-      each group of an einops pattern; must be `tensor` with the other two.
+    - `per`: the group for `largest` and `random_k`, `tensor`, `unit` (an index of axis 0), `entry`
+      or an einops pattern such as `o i kh kw -> o i`; must be `tensor` with the other two.
 
     | `by` | entries that are kept |
     |---|---|

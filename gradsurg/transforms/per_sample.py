@@ -41,7 +41,7 @@ class PerSample(GroupTransform):
     Args:
 
     - `of`: T or A, which acts on all parameters of the site together. T must have no state, and A
-      must not weight losses, as `Mean` and `Sum` do.
+      must not weight losses like `Mean` and `Sum`.
     - `noise`: add N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm by C,
       such as `ClipGlobalNorm`.
     - `reduction`: whether the loss is the `mean` or the `sum` over the batch.

@@ -19,8 +19,8 @@ class Quantize(Stateless):
     Args:
 
     - `by`: N is the largest magnitude (`max`) or the 2-norm (`norm`) of the entries of a group.
-    - `per`: the groups, the `tensor`, each `unit` (index of axis 0), each `entry` or those of an
-      einops pattern such as `o i kh kw -> o i`.
+    - `per`: the group, `tensor`, `unit` (an index of axis 0), `entry` or an einops pattern such as
+      `o i kh kw -> o i`.
     - `clip`: first clamp entries to this number of standard deviations, which makes the result
       biased.
     - `stochastic`: with `false` round to the nearest level.

@@ -19,8 +19,8 @@ class ScaleBySign(Stateless):
     Args:
 
     - `of`: the sign of the gradient (`grad`), or of the `value` whose gradient it is.
-    - `per`: with `entry` each entry has its own sign. Otherwise each group has one: the `tensor`,
-      each `unit` (index of axis 0), or each group of an einops pattern.
+    - `per`: with `entry` each entry has its own sign. Otherwise each group has one: `tensor`,
+      `unit` (an index of axis 0) or an einops pattern such as `o i kh kw -> o i`.
 
     A group is positive if all its entries are >= 0 and one is > 0. It is negative if all are <= 0
     and one is < 0. Other groups are not changed.
