@@ -354,8 +354,8 @@ def combine_by_gramian(
 ) -> AggregationResult:
     """Combine the rows of J, given as blocks of columns and multiplied by a loss `scale`.
 
-    `drop` is passed to `mapped`, for weights from the Gramian. Raises NotConverged if a solver does
-    not find the weights.
+    With `drop`, blocks that are lists are emptied on the way (see `mapped`), unless the weights
+    come from the rows. Raises NotConverged if a solver does not find the weights.
     """
     before, mixing = state, aggregator.mixing(len(blocks[0]), state, context)
     if mixing is not None:
