@@ -40,14 +40,14 @@ def places(aggregator: object, memory: Sequence[str], tasks: Sequence[str], coun
 
 
 def memories(aggregator: object, memory: Sequence[str], tasks: Sequence[str]) -> Sequence[int]:
-    """Return the places of the memories among the tasks. Raises FieldError like `places`."""
+    """Return the indices of the memories among the tasks. Raises FieldError like `places`."""
     return np.flatnonzero(places(aggregator, memory, tasks, len(tasks))).tolist()
 
 
 def order_note(memory: Sequence[str], tasks: Sequence[str]) -> str:
-    """Return that the order decides between named losses; empty if the names agree with it.
+    """Return a note if the order of named losses decides which are memories; otherwise empty.
 
-    They do if the names of all but the first loss, and of no other, begin with `memory`.
+    Also empty if the names say the same: all but the first, and only these, begin with `memory`.
     """
     has_names = list(tasks) != [str(place) for place in range(len(tasks))]
     agree = all(name.startswith("memory") == (place > 0) for place, name in enumerate(tasks))
@@ -62,7 +62,7 @@ def order_note(memory: Sequence[str], tasks: Sequence[str]) -> str:
 
 
 def shown(aggregator: Any) -> str:  # Any: an instance of a dataclass
-    """Return the repr, without an unset `memory` or `decay`: states are loaded by it."""
+    """Return the repr without an unset `memory` or `decay`; states are identified by it."""
     values = {field.name: getattr(aggregator, field.name) for field in fields(aggregator)}
     parts = [f"{name}={value!r}" for name, value in values.items() if value or name not in UNSHOWN]
     return f"{type(aggregator).__name__}({', '.join(parts)})"

@@ -46,10 +46,10 @@ def norms_and_cosines(gramian: Tensor) -> tuple[list[float] | None, list[list[fl
 
 
 def row_weights(parts: list[list[float]], norms: list[float]) -> Tensor:
-    """Return the weights (T,) of the rows g_k, from the coefficients `parts[i][k]` of u_k in task
-    i.
+    """Return the weights (T,) of the rows g_k.
 
-    A row of norm zero has weight 1.
+    `parts[i][k]` is the coefficient of u_k = g_k / |g_k| in task i. A row of norm zero has weight
+    1.
     """
     sums = [
         sum(norm * part[k] for norm, part in zip(norms, parts, strict=True)) / length

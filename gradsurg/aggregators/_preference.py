@@ -17,10 +17,10 @@ Preference = (
 
 
 class Preferring:
-    """A base class of aggregators with the field `preference`, before that of their kind.
+    """First base class of aggregators with the field `preference`, before `Weighting` for example.
 
-    With equal shares the order of the tasks is of no influence; shares above zero give the
-    properties `if_positive`.
+    With equal shares they are permutation invariant. If all shares are above zero they also have
+    the properties `if_positive`.
     """
 
     if TYPE_CHECKING:

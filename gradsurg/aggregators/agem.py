@@ -24,10 +24,10 @@ from gradsurg.plugins.fields import validated
 class AGEM(GramianAggregator):
     """Project the current gradient to remove its conflict with the gradient of a memory.
 
-    `memory` is the name of the loss of the memory. Without it the first task is the current data
-    and the second the memory, and a warning says so once, unless the name of the second begins with
-    `memory`. With `decay`, g_ref is a running mean, so that a small batch of the memory stands for
-    the earlier batches too.
+    `memory` is the name of the memory's loss. Without it the first task is the current data and the
+    second the memory, and a warning says so once, unless the name of the second begins with
+    `memory`. With `decay` the memory's gradient g_ref is replaced by its running mean, so that a
+    small batch of the memory stands for the earlier batches too.
 
     The result is g, or if g · g_ref < 0, g - (g · g_ref) / |g_ref|² g_ref. g is the gradient of the
     current data. g_ref is the gradient of a memory of earlier data, which only constrains g and is

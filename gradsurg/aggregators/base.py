@@ -70,8 +70,8 @@ class AggregatorContext:
         start: The index in the group of the first column, for aggregators that are called on some
             columns at a time.
         call: The number of updates since the last counted step; 0 if an optimizer was given.
-        selection: The selector, unless it selects all parameters: groups of two selections draw
-            different random numbers.
+        selection: The selector of the shared parameters, empty if it selects all. It is part of
+            the seed, so that equally named groups of two selectors draw different numbers.
     """
 
     step: int = 0
@@ -142,7 +142,7 @@ class Aggregator(ABC):
         )
 
     def memories(self, tasks: Sequence[str]) -> Sequence[int]:
-        """Return the places of the tasks whose gradients constrain the result and are not followed.
+        """Return the indices of the tasks whose gradients only constrain the result.
 
         A parameter that only such a task reaches is combined too, with gradients of zero for the
         other tasks.
@@ -150,13 +150,13 @@ class Aggregator(ABC):
         return ()
 
     def order_note(self, tasks: Sequence[str]) -> str:
-        """Return the decision that the order of these losses makes; empty if it makes none."""
+        """Return a note if the order of the losses decides their roles; otherwise empty."""
         return ""
 
     def init(self, num_tasks: int) -> AggregatorState:
         """Return the state before the first call; by default there is none.
 
-        A tensor (T, 0) may have the columns of the rows, and their dtype, after it.
+        A tensor (T, 0) stands for one with the columns and the dtype of the rows, unknown here.
         """
         return {}
 
@@ -197,10 +197,10 @@ class GramianAggregator(Aggregator):
     def mixing(
         self, num_tasks: int, state: AggregatorState, context: AggregatorContext
     ) -> Tensor | None:
-        """Return a and b (T, 2) in float64, to combine running means of the rows in their place.
+        """Return coefficients (T, 2) in float64 to combine running means instead of the rows.
 
-        The mean of row i becomes a_i times its old value, in the state as `means` (T, P), plus b_i
-        times the row. None by default: the rows themselves are combined.
+        With a_i and b_i in line i, the mean of row i becomes a_i times its old value plus b_i times
+        the row. The state has the means as `means` (T, P). None: the rows themselves are combined.
         """
         return None
 
@@ -354,8 +354,8 @@ def combine_by_gramian(
 ) -> AggregationResult:
     """Combine the rows of J, given as blocks of columns and multiplied by a loss `scale`.
 
-    `drop` is passed to `mapped`, for weights from the Gramian. Raises NotConverged if a solver does
-    not find the weights.
+    With `drop`, blocks that are lists are emptied on the way (see `mapped`), unless the weights
+    come from the rows. Raises NotConverged if a solver does not find the weights.
     """
     before, mixing = state, aggregator.mixing(len(blocks[0]), state, context)
     if mixing is not None:

@@ -37,8 +37,8 @@ class CAGrad(Preferring, Weighting, SolvedOnRows):
 
     `preference` is p in g_0 = Σ p_i g_i, by default 1 / T each (the paper). `rescale` divides d at
     the end: `none` (the paper, TorchJD), `1+c`, or `1+c^2` (the default of the official code and of
-    LibMTL). `c` is the radius of the ball as a share of |g_0|: with c < 1 it converges where g_0
-    does, with c >= 1 no task's loss increases.
+    LibMTL). `c` is the radius of the ball as a share of |g_0|: with c < 1 training converges to
+    stationary points of Σ p_i l_i, with c >= 1 no task's loss increases.
 
     In the paper's letters d = g_0 + c |g_0| g_w / |g_w|, where w minimizes g_w · g_0 + c |g_0|
     |g_w| over the simplex.

@@ -1,4 +1,4 @@
-"""CenteredClip: the mean of the gradients, each clipped in its distance to the result."""
+"""CenteredClip: the mean of the gradients, with a bound on the distance of each to the result."""
 
 from dataclasses import KW_ONLY
 from typing import Annotated
@@ -14,10 +14,10 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class CenteredClip(Weighting):
-    """Average the gradients, each clipped in its distance to the result.
+    """Average the gradients, with a bound on the distance of each to the result.
 
-    `tau` is the norm to which the distances are clipped. So no task moves the result by more than
-    tau / T in one of the `num_steps` steps, and some tasks may be faulty.
+    `tau` is the norm to which the differences g_i - v are clipped. So no task moves the result by
+    more than tau / T in one of the `num_steps` steps, and some tasks may be faulty.
 
     Each step is v <- v + 1 / T Σ_i (g_i - v) min(1, tau / |g_i - v|), and the first starts from v =
     0.
@@ -26,8 +26,9 @@ class CenteredClip(Weighting):
     from the result of the step before, and the gradients are momenta. Here v starts from zero, so
     one step is the mean of the gradients clipped to the norm tau, and tau limits a step's length.
 
-    Zero gradients pull to zero. Identical tasks give that gradient, at a norm of `num_steps` tau at
-    most; opposite ones of equal norm give zero. A NaN or infinity makes every weight NaN.
+    Zero gradients pull to zero. Identical tasks give that gradient, scaled down to a norm of
+    `num_steps` tau if it is longer; opposite ones of equal norm give zero. A NaN or infinity makes
+    every weight NaN.
     """
 
     tau: Annotated[float, Field(gt=0)] = 10.0

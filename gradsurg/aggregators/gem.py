@@ -33,14 +33,14 @@ Name = Annotated[str, Field(min_length=1)]
 class GEM(GramianAggregator, SolvedOnRows):
     """Find the point nearest to g among the d with g_k · d >= 0 for all memories k.
 
-    `memory` has the names of all losses except g's; a memory that is not among the losses of a call
-    imposes no constraint. Without it the first task is g, and a warning says so once, unless the
-    names of the others begin with `memory`. With a `margin`, margin g_k of each memory is added to
-    g before the projection.
+    g is the gradient of the current data. The g_k are the gradients of memories of earlier data,
+    which only constrain g. `memory` has the names of all losses except the current data's; a memory
+    that is not among the losses of a call imposes no constraint. Without names the first loss is
+    the current data, and a warning says so once, unless the names of the others begin with
+    `memory`. With a `margin`, margin g_k of each memory is added to g before the projection.
 
-    g is the gradient of the current data; the g_k are those of memories of earlier data, which only
-    constrain g. d = g + Σ v_k g_k with v >= 0 the minimizer of |d|, solved by an active set on the
-    cosines. With one memory and no margin it is `AGEM`.
+    d = g + Σ v_k g_k with v >= 0 the minimizer of |d|, solved by an active set on the cosines. With
+    one memory and no margin it is `AGEM`.
 
     Equations 8 to 12 of Lopez-Paz and Ranzato, NeurIPS 2017 (arXiv 1706.08840). The authors' code
     asks for v_k >= `margin` in place of v >= 0 (0.5 in their experiments, "memory strength"), which

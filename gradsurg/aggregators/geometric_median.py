@@ -22,7 +22,8 @@ MAX_STEPS = 100
 class GeometricMedian(Weighting):
     """d = argmin Σ_i |d - g_i|, for tasks of which fewer than half may be faulty.
 
-    A faulty gradient has the same effect at any length.
+    Each gradient pulls with the same force at any distance, so a long faulty one moves d little
+    further than a short one.
 
     Aggregation rule of Pillutla, Kakade and Harchaoui, IEEE Transactions on Signal Processing 2022
     (arXiv 1912.13445). They approximate it by three steps of a smoothed Weiszfeld algorithm. Here

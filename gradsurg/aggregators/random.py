@@ -16,7 +16,7 @@ from gradsurg.plugins.fields import validated
 
 @validated
 class Random(LossWeighting):
-    """Weight the gradients at random, with one draw of w = softmax(z), z ~ N(0, I), a step.
+    """Weight the gradients at random: w = softmax(z), with z ~ N(0, I) drawn once per step.
 
     `draw="dirichlet"` draws the weights uniformly from the simplex, w ~ Dirichlet(1, ..., 1). Both
     kinds sum to one and have mean 1/T.

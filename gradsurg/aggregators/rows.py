@@ -63,7 +63,7 @@ LARGEST_LEAST = 1e-3
 
 @contextmanager
 def across(group: "distributed.ProcessGroup | None") -> Iterator[None]:
-    """Each process of the group has some columns of J in the block; None: this one has all."""
+    """In this context each process of `group` has some columns of J; with None, it has them all."""
     token = _processes.set(group)
     try:
         yield
@@ -106,7 +106,7 @@ def mapped(
 ) -> list[Tensor]:
     """Return a vector (p,) for each block, from `function(matrix, its first column in J)`.
 
-    With `drop`, vectors of a block are dropped as soon as the block is done.
+    With `drop`, a block that is a list of rows is emptied as soon as it is done, to free memory.
     """
     results, first = [], 0
     for block in blocks:

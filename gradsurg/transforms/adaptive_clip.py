@@ -25,13 +25,14 @@ class AdaptiveClip(GroupTransform):
     Args:
 
     - `z`: a factor of the threshold, or the quantile with `rule=quantile`.
-    - `warmup`: the number of first norms, from which m and v start.
-    - `max_norm`: a bound of the joint norm in the warm-up, and of n after it (not with `ratio`).
+    - `warmup`: the number of first norms, from which the averages m and v (below) start.
+    - `max_norm`: a bound of the joint norm in the warm-up and, except with `ratio`, of n after it.
     - `of`: whether n is the joint 2-norm of all gradients of a `group`, or the 2-norm of `each`
       gradient.
 
-    m and v are averages of the norms after clipping and of their squared deviations. Each norm
-    moves them: m <- decay m + (1 - decay) n, then v <- decay v + (1 - decay) (n - m)^2.
+    m is an average of the norms and v of their squared deviations. After the warm-up each norm,
+    clipped to k = min(n, c), moves them: m <- decay m + (1 - decay) k, then v <- decay v + (1 -
+    decay) (k - m)^2.
 
     | `rule` | threshold c | source |
     |---|---|---|
@@ -41,12 +42,12 @@ class AdaptiveClip(GroupTransform):
     | `quantile` | the quantile z of the last `window` norms and n | AutoClip |
 
     With `zscore` c is infinite for q <= z. In the warm-up `max_norm` is the only bound. m and v
-    start as the mean and the variance of these norms, with `ratio` m as their minimum. `quantile`
-    has no warm-up, and needs `max_norm=None`.
+    start as the mean and the variance of the norms in it. With `ratio` m starts as their minimum,
+    after the clip. `quantile` has no warm-up, and needs `max_norm=None`.
 
-    ZClip is by Kumar et al. 2025 (arXiv 2504.02507), whose c / n has a 1e-6 too. AdaGC is by Wang
-    et al. 2025 (arXiv 2502.11034), whose z is 1.05 and decay 0.98. AutoClip is by Seetharaman et
-    al. 2020 (arXiv 2007.14469), with all past norms.
+    ZClip is by Kumar et al. 2025 (arXiv 2504.02507), whose code scales by c / (n + 1e-6). AdaGC is
+    by Wang et al. 2025 (arXiv 2502.11034), whose z is 1.05 and decay 0.98. AutoClip is by
+    Seetharaman et al. 2020 (arXiv 2007.14469), who take the quantile of all past norms.
 
     Any shapes. Zeros stay zero, empty tensors stay empty. A norm that is NaN or infinite does not
     count. A norm of NaN clips nothing; an infinity that is clipped becomes NaN and the rest zero.

@@ -16,10 +16,12 @@ class AddDecayed(Stateless):
 
     This is L2 regularization, which differs from decoupled weight decay in adaptive optimizers:
     Loshchilov and Hutter, ICLR 2019 (arXiv 1711.05101), algorithm 1. optax has it as
-    `add_decayed_weights`. Requires the value w.
+    `add_decayed_weights`. The value w is the tensor whose gradient is g, usually a parameter; sites
+    without one, such as autograd nodes, are refused.
 
     Any shape. A zero gradient becomes the penalty's, an empty tensor stays empty. A NaN or an
-    infinity in g stays, and with `l2` in w too; with `l1` the sign of NaN is 0, of infinity 1.
+    infinity in g stays. In w, with `l2` it makes its entry NaN or infinite; with `l1` the sign of
+    NaN is 0 and that of an infinity 1 or -1.
     """
 
     strength: Annotated[float, Field(ge=0)] = 1e-2

@@ -16,9 +16,11 @@ class AGC(Stateless):
     """Clip the gradient g of each unit w: g * min(1, clipping * max(|w|, eps) / |g|), in 2-norms.
 
     A unit is an index of axis 0: weights of shapes (out, in), (out, in, k) and (out, in, kh, kw)
-    have `out` units. A tensor with fewer than two axes is one unit. `per` selects another grouping.
-    timm has the same units; optax takes a weight with at most one axis longer than 1, such as (out,
-    1), for one unit. Requires the value w.
+    have `out` units. A tensor with fewer than two axes is one unit. `per` selects other groups:
+    `tensor`, `entry` or an einops pattern such as `o i kh kw -> o i`. In timm the units are the
+    same; in optax a weight with at most one axis longer than 1, such as (out, 1), is one unit. The
+    value w is the tensor whose gradient is g; sites without one, such as autograd nodes, are
+    refused.
 
     Adaptive gradient clipping of Brock, De, Smith, Simonyan, ICML 2021 (arXiv 2102.06171), equation
     3. The paper does not clip the last linear layer. Its code divides by max(|g|, 1e-6), which

@@ -65,8 +65,8 @@ class BackwardInfo(Protocol):
 class Examples(Protocol):
     """The gradients of the n = `count` examples of a step.
 
-    The gradient is the sum of the rows, each times its share; a row is g_i / n for a loss that is a
-    mean, g_i for a sum.
+    Example i has the gradient g_i, and the row g_i / n for a loss that is a mean, or g_i for a sum.
+    The gradient of the step is the sum of the rows, each times its share.
     """
 
     @property
@@ -74,9 +74,10 @@ class Examples(Protocol):
 
     @property
     def shares(self) -> Tensor | None:
-        """n / (K n_k) for an example of one of K passes that has n_k examples, (n,).
+        """The factor of each row, (n,); None if all are 1, which holds for a sum.
 
-        None if all are 1, for example in passes of equal size or for a sum.
+        In a mean over K backward passes an example of a pass with n_k examples has n / (K n_k),
+        which is 1 for passes of equal size.
         """
         ...
 
@@ -91,7 +92,7 @@ class Examples(Protocol):
     def rows(self, scale: float) -> Iterator[list[Tensor]]:
         """Yield the rows times `scale`, some examples of one backward pass at a time.
 
-        Each is (k, *shape) for each gradient of the group.
+        Each item is a list with a tensor (k, *shape) for each gradient of the group.
         """
         ...
 
@@ -107,9 +108,9 @@ class TransformContext:
 
     | attribute | meaning |
     |---|---|
-    | `site` | id of the site, the same at every step and as in the effects: `0.weight` |
+    | `site` | id of the site, the same at every step and in `live.effects`: `0.weight` |
     | `step` | optimizer steps done, from 0 |
-    | `value` | the tensor whose gradient is transformed; None if there is none, as at a node |
+    | `value` | the tensor whose gradient is transformed; None at sites without one, such as nodes |
     | `seed` | the surgery's seed |
     | `call` | gradients seen before at this site in this step |
     | `entering` | for a gradient that leaves an autograd node: the gradients of its outputs |
@@ -120,7 +121,7 @@ class TransformContext:
     | `layer` | at the input of a module: its call, a `LayerCall`; None if not asked for |
     | `gradient` | at `Updates`: the gradient behind the update of the optimizer; otherwise None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
-    | `rank` | number of the process, before gradients are averaged over several; otherwise 0 |
+    | `rank` | number of the process where each has its own gradients; otherwise 0 |
     | `label` | name of the transform in its surgery; empty outside of one |
     | `part` | place inside another transform, such as `0/placebo` in a chain; empty at the top |
     """
@@ -169,15 +170,15 @@ class TransformContext:
         return f"{key}/{self.part}" if self.part else key
 
     def inside(self, part: str) -> "TransformContext":
-        """Return the context of another transform, or of other draws, inside this transform."""
+        """Return the context for a transform inside this one, or for a second random stream."""
         return replace(self, part=f"{self.part}/{part}" if self.part else part)
 
     def generator(self, device: torch.device, *, per_call: bool = True) -> torch.Generator:
         """Return a generator seeded by (seed, key, step, call), independent of the global one.
 
         Each process with its own gradients draws its own numbers. With `per_call=False` it is
-        seeded by (seed, key), the same for every gradient and for all calls of a module (`h#1` as
-        `h#0`).
+        seeded by (seed, key), the same for every gradient and for all calls of a module (sites
+        `h#0` and `h#1`).
         """
         key = f"{self.seed}/{self.key}"
         if per_call:
@@ -209,8 +210,8 @@ class Transform(ABC):
     def properties(self) -> frozenset[TransformProperty]:
         """The properties that hold for these fields: by default the `tags`, and those of `tags_if`.
 
-        They hold for finite gradients and for every fixed state and context, so that a transform
-        with state declares those alone that hold after any history.
+        They hold for finite gradients and for every fixed state and context. A transform with state
+        declares only properties that hold after any past gradients.
         """
         held: set[TransformProperty] = {name for name, holds in self.tags_if().items() if holds}
         return self.tags | held
@@ -233,8 +234,8 @@ class Transform(ABC):
     def acts_on_shards(self) -> bool:
         """Whether it can transform the parts of sharded tensors instead of the tensors.
 
-        That is so if it is elementwise and draws nothing. A transform that otherwise reads only
-        `norms_of`, `joint_norm` or `norm(grad, "tensor")` of gradients may return True too.
+        True if it is elementwise and draws nothing. A transform may also return True if, besides
+        single entries, it reads only `norms_of`, `joint_norm` or `norm(grad, "tensor")`.
         """
         return not self.needs and {"elementwise", "deterministic"} <= self.properties
 
@@ -276,7 +277,7 @@ class Stateless(Transform):
 class Scaling(Transform):
     """Transform without state that multiplies each gradient by a factor.
 
-    At `step`, gradients that nothing else holds are multiplied in place.
+    At stage `step` a `.grad` to which nothing else refers is multiplied in place.
     """
 
     @abstractmethod
@@ -297,9 +298,10 @@ class GroupTransform(Transform):
     def members(self) -> Members:
         """Which gradients of its group may be absent in a step, if it has a state.
 
-        None with `fixed`. With `any` the state holds nothing of a single gradient. With `entries`
-        the last axis of each tensor of the state has one entry for each gradient, kept apart for
-        its site. The entry of an absent gradient stays, and a new gradient begins its own.
+        - `fixed`: none.
+        - `any`: all, because the state holds nothing of a single gradient.
+        - `entries`: all. The last axis of each tensor of the state has one entry for each gradient,
+          stored by site. The entry of an absent gradient stays, and a new gradient begins its own.
         """
         return "fixed"
 
@@ -355,7 +357,7 @@ class ExampleWeighting(ABC):
 
     @property
     def example_bound(self) -> float | None:
-        """The largest norm of a gradient after it; None if there is no bound."""
+        """The bound of the norm of each result; None if there is no bound."""
         return None
 
     @abstractmethod
@@ -441,9 +443,9 @@ class Function(Stateless):
 
 # Any, twice: the caller refuses values that are neither a transform nor a callable.
 def as_transform(thing: Any) -> Any:
-    """Wrap a plain callable in a `Function`; return anything else, also a class, as is.
+    """Wrap a plain callable in a `Function`; return anything else as is.
 
-    An aggregator is callable too, and no function of one gradient.
+    Classes and aggregators are callable but are no functions of one gradient: they are returned.
     """
     if isinstance(thing, Transform | type) or hasattr(thing, "merge") or not callable(thing):
         return thing
@@ -538,7 +540,7 @@ SPARSE_RULE = (
 
 
 def acts_on_values(transform: Transform) -> bool:
-    """Whether acting on the values of a sparse gradient is acting on the dense one."""
+    """Whether the values of a sparse gradient can be transformed in place of the dense gradient."""
     properties = transform.properties
     keeps_zero = {"linear", "homogeneous", "odd", "sign_preserving"}
     if "elementwise" not in properties or properties.isdisjoint(keeps_zero):
@@ -587,7 +589,7 @@ def update_all(
     state: TransformState,
     contexts: Sequence[TransformContext],
 ) -> tuple[Iterable[Tensor], TransformState]:
-    """Apply a transform of any scope to a group of gradients, with a state as of `init_all`."""
+    """Apply a transform of any scope to a group of gradients, with a state of `init_all`."""
     if isinstance(transform, GroupTransform):
         return transform.update_group(grads, state, contexts)
     results = []

@@ -11,8 +11,9 @@ from gradsurg.transforms.base import Stateless, TransformContext
 class Centralize(Stateless):
     """Subtract the mean of each unit: g - mean(g).
 
-    A unit is an index of axis 0, or another group selected by `per`. Gradient centralization of
-    Yong, Huang, Hua, Zhang, ECCV 2020 (arXiv 2004.01461), equation 1.
+    A unit is an index of axis 0; `per` selects other groups: `tensor` or an einops pattern such as
+    `o i kh kw -> o i`. Gradient centralization of Yong, Huang, Hua, Zhang, ECCV 2020 (arXiv
+    2004.01461), equation 1.
 
     A tensor with fewer than two axes, such as a bias, is not changed for any `per`. A constant unit
     becomes zero, a NaN makes its unit NaN, an empty tensor stays empty. An infinity becomes NaN and

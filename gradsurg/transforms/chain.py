@@ -30,7 +30,7 @@ class Chain(GroupTransform):
     would have alone, with keys prefixed by `i.`, and the site id with the suffix `/i`, so that two
     equal links draw different noise.
 
-    Zeros, NaN, infinities and empty tensors are treated as by the links.
+    The links decide on zeros, NaN, infinities and empty tensors.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with gs.Surgery(gs.Intervention(gs.Chain(gs.Clip(1.0), gs.Scale(2.0)))).attach(layer):

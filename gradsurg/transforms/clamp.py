@@ -18,7 +18,7 @@ class Clamp(Stateless):
 
     Any shape. Zero stays zero if low <= 0 <= high and becomes the nearer bound otherwise. NaN stays
     NaN, an infinity becomes the bound on its side, or stays without one, an empty tensor stays
-    empty. A bound beyond the largest number of the gradient's dtype is that number.
+    empty. A bound outside the dtype's range counts as its end.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with gs.Surgery(gs.Intervention(gs.Clamp(low=-1.0, high=None))).attach(layer):

@@ -18,7 +18,8 @@ class ClipNorm(Stateless, Scaling):
 
     Args:
 
-    - `per`: |g| is the norm of the tensor, or of each group.
+    - `per`: the group of a norm, `tensor`, `unit` (an index of axis 0), `entry` or an einops
+      pattern such as `o i kh kw -> o i`.
     - `eps`: 0 by default, 1e-6 in PyTorch's function.
     - `mean`: divide |g| by n^(1/p) for n entries; for p = 2 this is the root mean square.
 

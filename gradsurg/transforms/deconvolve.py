@@ -18,7 +18,7 @@ class Deconvolve(Stateless):
     At a node of another operation that keeps the shape, it replaces the derivative of that
     operation. `Nodes` with `side=leave` only. `ScaleBySign` at ReLU nodes keeps the mask of the
     forward pass too: guided backpropagation. Zeiler and Fergus, ECCV 2014 (arXiv 1311.2901),
-    section 2.1, as captum's `Deconvolution`.
+    section 2.1, like captum's `Deconvolution`.
 
     Any shape; an empty tensor stays empty. For e: zero stays zero, NaN stays NaN, infinity stays,
     -infinity becomes zero.

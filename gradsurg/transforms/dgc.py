@@ -14,12 +14,12 @@ from gradsurg.transforms.mask import largest
 
 @validated
 class DGC(Transform):
-    """Sum gradients with momentum and return the largest entries of the sum: deep compression.
+    """Sum gradients with momentum and return the largest entries of the sum.
 
     u <- momentum * u + g, then v <- v + u. The result is the fraction `amount` of the entries of v
     that are largest in magnitude, like `Mask`, and zero elsewhere. At the returned entries u and v
-    become zero. The optimizer must have no momentum of its own. Lin et al., ICLR 2018 (arXiv
-    1712.01887), without gradient clipping and the warm-up of `amount`.
+    become zero. The optimizer must have no momentum of its own. Deep gradient compression of Lin et
+    al., ICLR 2018 (arXiv 1712.01887), without gradient clipping and the warm-up of `amount`.
 
     u and v are the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor
     stays empty; a zero gradient returns entries of v. A NaN or an infinity is returned first, and

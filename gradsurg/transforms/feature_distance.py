@@ -22,8 +22,8 @@ class FeatureDistance(Transform):
     """Add strength * dD/dz, with D the sum over the examples of |T(z) - T(z0)|.
 
     Here T(z) = sign(z) |z|^power. The value z at the site has one example for each index of axis 0,
-    and z0 is the value at the site's first gradient. An attack whose first backward pass has the
-    clean images ascends the loss plus these distances of all sites. With power 0.5 it makes the
+    and z0 is the value at the site's first gradient. An attack that starts from the clean images
+    then ascends the loss plus the distances D of all sites. With power 0.5 it makes the
     transferable adversarial perturbations of Zhou et al., ECCV 2018, section 3. It leaves out the
     smoothing that they add at the images.
 

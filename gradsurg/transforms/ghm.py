@@ -20,19 +20,19 @@ from gradsurg.transforms.base import (
 class GHM(GroupTransform, ExampleWeighting):
     """Weight the gradient g_i of each of n examples by n / (B R_i), inversely to its density.
 
-    The u_i = abs(g_i) / max_k abs(g_k), joint 2-norms over the parameters of the site, fall into
-    `bins` intervals of [0, 1] of equal length. R_i is the number of examples in the interval of
-    u_i, and B the number of intervals with any, so that the weights have the mean 1. Examples of
+    [0, 1] is divided into `bins` intervals of equal length. R_i is the number of examples in the
+    interval of u_i = |g_i| / max_k |g_k|, in joint 2-norms over the parameters of the site. B is
+    the number of intervals that have examples, so that the weights have the mean 1. Examples of
     backward passes of unequal size are counted by their weights in the loss (see `PerSample`).
 
     This is the gradient harmonizing mechanism (GHM-C) of Li, Liu, Wang, AAAI 2019 (arXiv
     1811.05181), section 3.3, without the moving average, like the authors' code with momentum 0.
-    There the u_i are abs(p - p*) of a binary cross-entropy, which are in [0, 1] by themselves.
+    There the u_i are |p - p*| of a binary cross-entropy, which are in [0, 1] by themselves.
 
     At parameters, by itself or as `PerSample(GHM())`. Any shapes; zero gradients share the first
-    interval. If a norm is not finite all examples have the weight 1 or share an interval, and NaN
-    and infinities stay. Empty tensors stay empty. Without a batch, for example outside a surgery,
-    the gradient belongs to one example, whose weight is 1.
+    interval. If a norm is not finite all examples share an interval, so that each has the weight 1,
+    and NaN and infinities stay. Empty tensors stay empty. Without a batch, for example outside a
+    surgery, the gradient belongs to one example, whose weight is 1.
     """
 
     bins: Annotated[int, Field(ge=1)] = 10

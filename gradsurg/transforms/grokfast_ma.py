@@ -14,7 +14,7 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 @validated
 class GrokfastMA(Transform):
-    """Add a moving average: g + strength * m, m the mean of the last `window` gradients with g.
+    """Add a moving average: g + strength * m, m the mean of g and the `window` - 1 before.
 
     The first window - 1 gradients are not changed. `warmup=false` takes the mean of the gradients
     so far instead. Grokfast-MA of Lee et al. 2024 (arXiv 2405.20233), with window as w and strength

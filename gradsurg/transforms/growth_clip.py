@@ -14,15 +14,16 @@ from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 @validated
 class GrowthClip(Transform):
-    """Bound the growth of the norm: g * min(1, factor * |r| / |g|), r the result before it.
+    """Bound the growth of the norm: g * min(1, factor * |r| / |g|), r the last result.
 
-    The 2-norms are of the tensor, or of each group selected by `per`. The limiter of norm growth of
-    Fira (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
+    The 2-norms are of the group selected by `per`, which is `tensor`, `unit` (an index of axis 0),
+    `entry` or an einops pattern such as `o i kh kw -> o i`. The limiter of norm growth of Fira
+    (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
 
     The first gradient is not clipped, nor is a gradient after a result of zero. |r| is the state of
-    a site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A group with
-    a NaN is not clipped. An infinity becomes NaN, and the rest of its group zero, or NaN too in a
-    first gradient and after a result of zero. Both keep |r|.
+    a site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A group with a
+    NaN is not clipped. An infinity becomes NaN. The rest of its group becomes zero, or also NaN
+    while |r| is 0. A NaN or an infinity does not change |r|.
     """
 
     factor: Annotated[float, Field(ge=1)] = 1.01
@@ -41,7 +42,7 @@ class GrowthClip(Transform):
     ) -> tuple[Tensor, TransformState]:
         size, before = norm(grad, self.per), state["norm"]
         divisor = torch.where(size > 0, size, 1.0)
-        bound = torch.where(before > 0, self.factor * before, divisor)
+        bound = torch.where((before > 0) & (size > 0), self.factor * before, divisor)
         result = widened(grad) * (bound / divisor).clamp(max=1.0)
         after = torch.where(size.isfinite(), torch.minimum(size, bound), before)
         return result.to(grad.dtype), {"norm": after}

@@ -1,4 +1,4 @@
-"""The call of a module whose input has the gradient that a transform gets."""
+"""The call of a module, for transforms of the gradient of its input."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class LayerCall:
     """One call of a module that takes one tensor and returns one, for the gradient of its input.
 
     `input` and `output` are detached copies, `entering` is the gradient of the output. Calling it
-    runs the module's forward again, without its hooks. `is_affine` says that the output is that of
-    PyTorch's own linear or convolutional forward: `pulled_back` needs no second forward then.
+    runs the module's forward again, without its hooks. If `is_affine`, the output comes from
+    PyTorch's own linear or convolutional forward, and `pulled_back` needs no second forward.
     """
 
     module: nn.Module

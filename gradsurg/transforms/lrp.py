@@ -24,8 +24,8 @@ class LRP(Stateless):
     The relevance of a tensor is its value times its gradient, here and after the backward pass:
     `x.grad * x` is the explanation of a scalar output. So a module z = f(x) gets R = z e for the
     gradient e of its output. ReLUs, max pooling and sums conserve relevance without a rule. In the
-    rules, x+ is max(x, 0) and x- is min(x, 0), and likewise for the parameters W. A bias counts as
-    part of W where x+ stands.
+    rules, f(x; W) is f with the parameters W, x+ is max(x, 0), x- is min(x, 0), and W+ and W- are
+    the same of W. A bias is part of W in a term with x+, and is left out of a term with x-.
 
     | `rule` | relevance of x | source |
     |---|---|---|

@@ -22,9 +22,10 @@ class Mask(Stateless):
 
     - `amount`: the fraction of entries that are kept, or with `by=threshold` the magnitude to
       exceed.
-    - `rescale`: multiply kept entries by d / k (`largest`, `random_k`) or by 1 / amount (`random`),
-      which makes the random choices unbiased.
-    - `per`: the groups of `largest` and `random_k`; must be `tensor` with the other two.
+    - `rescale`: multiply the k kept of d entries by d / k (`largest`, `random_k`) or by 1 / amount
+      (`random`), which makes the random choices unbiased.
+    - `per`: the group for `largest` and `random_k`, `tensor`, `unit` (an index of axis 0), `entry`
+      or an einops pattern such as `o i kh kw -> o i`; must be `tensor` with the other two.
 
     | `by` | entries that are kept |
     |---|---|

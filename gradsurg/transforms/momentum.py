@@ -19,10 +19,10 @@ class Momentum(Transform):
     Args:
 
     - `debias`: divide the average by 1 - decay^n at the n-th gradient.
-    - `nesterov`: return decay * m + g, or decay * m + (1 - decay) * g.
+    - `nesterov`: return decay * m + g or, with `average`, decay * m + (1 - decay) * g.
 
     Polyak 1964; the division is the bias correction of Kingma and Ba, ICLR 2015 (arXiv 1412.6980),
-    section 3. As optax's `trace` and, with `average`, `ema`. An optimizer with a momentum of its
+    section 3. Like optax's `trace` and, with `average`, `ema`. An optimizer with a momentum of its
     own adds a second momentum.
 
     m is the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor stays

@@ -15,7 +15,8 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class NormRescale(Stateless):
     """Rescale the gradient to a fixed p-norm: norm * g / (|g| + eps).
 
-    |g| is the norm of the tensor, or of each group selected by `per`. With `per=tensor` it is the
+    |g| is the norm of the group selected by `per`, which is `tensor`, `unit` (an index of axis 0),
+    `entry` or an einops pattern such as `o i kh kw -> o i`. With `per=tensor` it is the
     block-normalized gradient of Yu et al. 2017 (arXiv 1707.04822); optax's
     `normalize_by_update_norm` has eps 1e-6 and one norm for all tensors, like `RescaleGlobalNorm`.
 

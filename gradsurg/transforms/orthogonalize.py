@@ -17,14 +17,14 @@ class Orthogonalize(Stateless):
 
     Args:
 
-    - `scale`: with A rows and B columns 1 (`none`), sqrt(max(1, A / B)) (`spectral`), or 0.2
-      sqrt(max(A, B)) (`rms`).
+    - `scale`: for A rows and B columns, `none` is 1, `spectral` is sqrt(max(1, A / B)) and `rms` is
+      0.2 sqrt(max(A, B)).
     - `coefficients`: the a, b and c of each step.
 
-    X = G / max(|G|, eps), then `steps` times X <- a X + b (X X^T) X + c (X X^T)^2 X. The default
-    coefficients do not take singular values to 1. Values above 0.2 % of |G| become 0.68 to 1.20,
-    values below can stay smaller. Random 20 x 30 matrices have none of these and get 0.68 to 1.13;
-    random 20 x 20 matrices have some near 0 and get 0.02 to 1.20.
+    X = G / max(|G|, eps) with the Frobenius norm |G|, then `steps` times X <- a X + b (X X^T) X + c
+    (X X^T)^2 X. The default coefficients do not take singular values to 1. Values above 0.2 % of
+    |G| become 0.68 to 1.20, values below can stay smaller. Random 20 x 30 matrices have none of
+    these and get 0.68 to 1.13; random 20 x 20 matrices have some near 0 and get 0.02 to 1.20.
 
     Muon of Jordan et al. 2024 is this after `Momentum`: `transform=muon`. With `rms` the result has
     the root mean square of an update of Adam (Liu et al. 2025, arXiv 2502.16982).

@@ -40,8 +40,8 @@ class PerSample(GroupTransform):
 
     Args:
 
-    - `of`: T or A, which acts on all parameters of the site together. A must read the gradients,
-      and T must have no state.
+    - `of`: T or A, which acts on all parameters of the site together. T must have no state, and A
+      must not weight losses like `Mean` and `Sum`.
     - `noise`: add N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm by C,
       such as `ClipGlobalNorm`.
     - `reduction`: whether the loss is the `mean` or the `sum` over the batch.
@@ -55,9 +55,9 @@ class PerSample(GroupTransform):
     1), with C multiplied by the largest of the n / (K n_k). No privacy follows without Poisson
     sampling and an accountant, which gradsurg does not have.
 
-    Any shapes; zeros, NaN, infinities and empty tensors are treated as by T or A, so that one NaN
-    of one example reaches the result. Without a batch, for example outside a surgery, the gradient
-    belongs to one example.
+    Any shapes; zeros, NaN, infinities and empty tensors become what T or A makes of them, so that
+    one NaN of one example reaches the result. Without a batch, for example outside a surgery, the
+    gradient belongs to one example.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

@@ -22,7 +22,9 @@ class Perpendicular(Stateless):
     - `below`: change a tensor only if all its cosines are small, max abs(w.g) / (|w| |g|) < below /
       sqrt(d) with d the number of entries of a group.
 
-    w.g is over the tensor, or over each group selected by `per`. Requires the value w.
+    w.g is over the group selected by `per`, which is `tensor`, `unit` (an index of axis 0), `entry`
+    or an einops pattern such as `o i kh kw -> o i`. The value w is the tensor whose gradient is g;
+    sites without one, such as autograd nodes, are refused.
 
     perpGrad of Prieto et al. 2025 (arXiv 2501.04697); its code rescales. AdamP (Heo et al., ICLR
     2021, arXiv 2006.08217) takes units and then the whole tensor, with `below` 0.1 and Adam's

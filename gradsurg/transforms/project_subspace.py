@@ -46,9 +46,10 @@ class ProjectSubspace(GroupTransform):
     `group` is orthogonal gradient descent: Farajtabar et al., AISTATS 2020 (arXiv 1910.07104).
     `rows` is gradient projection memory: Saha, Garg and Roy, ICLR 2021 (arXiv 2103.09762).
 
-    A random subspace is drawn for (seed, site) at each call. With `onto` this is training in a
-    random subspace (Li et al., ICLR 2018, arXiv 1804.08838), and a control for the others. A run is
-    identified by the path, not by the content of the file: write another basis to another file.
+    A random subspace is the same at every step: it depends on the seed and the site, and is drawn
+    again at each call in place of being stored. With `onto` this is training in a random subspace
+    (Li et al., ICLR 2018, arXiv 1804.08838), and a control for the others. A run is identified by
+    the path, not by the content of the file: write another basis to another file.
 
     Any shape; zero stays zero, an empty tensor empty. A NaN makes its vector NaN, an infinity NaN
     or infinite.

@@ -18,8 +18,9 @@ class Quantize(Stateless):
 
     Args:
 
-    - `by`: N is the largest magnitude (`max`) or the 2-norm (`norm`) of the tensor, or of each
-      group selected by `per`.
+    - `by`: N is the largest magnitude (`max`) or the 2-norm (`norm`) of the entries of a group.
+    - `per`: the group, `tensor`, `unit` (an index of axis 0), `entry` or an einops pattern such as
+      `o i kh kw -> o i`.
     - `clip`: first clamp entries to this number of standard deviations, which makes the result
       biased.
     - `stochastic`: with `false` round to the nearest level.

@@ -23,14 +23,14 @@ class Route(Stateless):
 
     Args:
 
-    - `groups`: the labels of each part of the units.
+    - `groups`: for each part of the units, the labels whose examples train it.
     - `outside`: the factor of the units of other parts.
     - `axis`: the axis of the units.
 
     The d units of `axis` are cut into as many parts as there are `groups`, of equal sizes up to one
     unit, the larger first (`torch.tensor_split`). For an example whose label is in group k the
     gradient g of the units of part k stays, and the gradient of all other units becomes `outside` *
-    g. A label of no group passes everywhere.
+    g. The gradient of an example whose label is in no group is not changed.
 
     The labels come from `live.set_example_labels(labels)`, in a run from the task. Use it at an
     activation, for example `site=outputs site.pattern=encoder`. Labels of shape (n, time)

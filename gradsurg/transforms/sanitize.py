@@ -19,8 +19,8 @@ class Sanitize(Stateless):
     | `clamp` | NaN becomes 0, ±infinity becomes ± the largest finite magnitude of the gradient |
     | `drop` | the whole gradient becomes 0 if one entry is not finite |
 
-    On gradients scaled for mixed precision it would hide overflow from the `GradScaler`, which
-    skips such a step, so there it acts at stage `step` alone. optax's `zero_nans` keeps infinities;
+    With a `GradScaler` it is refused before stage `step`, where it would hide the overflow of
+    scaled gradients, at which the scaler skips a step. optax's `zero_nans` keeps infinities;
     `torch.nan_to_num` replaces them by the largest number of the dtype.
 
     Any shape; an empty tensor stays empty. The result is finite.

@@ -19,14 +19,15 @@ class ScaleBySign(Stateless):
     Args:
 
     - `of`: the sign of the gradient (`grad`), or of the `value` whose gradient it is.
-    - `per`: with `entry` each entry has its own sign, otherwise each group has one.
+    - `per`: with `entry` each entry has its own sign. Otherwise each group has one: `tensor`,
+      `unit` (an index of axis 0) or an einops pattern such as `o i kh kw -> o i`.
 
     A group is positive if all its entries are >= 0 and one is > 0. It is negative if all are <= 0
     and one is < 0. Other groups are not changed.
 
-    With (1, 0) at ReLU nodes it is the DeconvNet rule (Zeiler and Fergus, ECCV 2014); with the
-    ReLU's own mask, guided backpropagation (Springenberg et al., 2015, arXiv 1412.6806). The
-    `scale_by_sign` of optax is `Sign` here.
+    With (1, 0) at ReLU nodes it is guided backpropagation (Springenberg et al., 2015, arXiv
+    1412.6806): the rule of `Deconvolve` together with the ReLU's own mask. The `scale_by_sign` of
+    optax is `Sign` here.
 
     Any shape. Where the sign is zero or NaN the gradient is not changed, so that with `of=grad` NaN
     stays NaN. A factor of 0 also removes infinities, and with `of=value` NaN. An empty tensor stays

@@ -34,8 +34,8 @@ class Scheduled(Wrapper):
     At s = 0 the gradient itself and at s = 1 the result T(g) is returned, bit for bit. s may lie
     outside [0, 1]. T is called at every step, so that its state advances also while s = 0.
 
-    Any shape. Zeros, NaN, infinities and empty tensors are treated as by T at s = 1. At any s other
-    than 0 and 1 an entry that is NaN or infinite in g or in T(g) becomes NaN or infinite.
+    Any shape. Zeros, NaN, infinities and empty tensors become what T makes of them at s = 1. At any
+    s other than 0 and 1 an entry that is NaN or infinite in g or in T(g) becomes NaN or infinite.
     """
 
     of: AnyTransform = Scale(0.0)

@@ -15,9 +15,10 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class Sign(Stateless):
     """Replace every entry by its sign: sign(g), or sign(g) * mean(abs(g)) with `scale=mean`.
 
-    The mean is over the tensor, or over each group selected by `per`. signSGD of Bernstein et al.,
-    ICML 2018 (arXiv 1802.04434); with `scale=mean` the scaled sign of Karimireddy et al., ICML 2019
-    (arXiv 1901.09847). optax has it as `scale_by_sign`.
+    The mean is over the group selected by `per`, which is `tensor`, `unit` (an index of axis 0),
+    `entry` or an einops pattern such as `o i kh kw -> o i`. signSGD of Bernstein et al., ICML 2018
+    (arXiv 1802.04434); with `scale=mean` the scaled sign of Karimireddy et al., ICML 2019 (arXiv
+    1901.09847). optax has it as `scale_by_sign`.
 
     Any shape. Zero stays zero and NaN stays NaN (0 in `torch.sign`). An infinity becomes ±1. With
     `scale=mean` a NaN makes its group NaN, and an infinity makes it infinite, and NaN at zeros. An

@@ -23,19 +23,19 @@ class SkipUpdate(GroupTransform):
     """Skip the step of the optimizer if an entry is NaN or infinite, or if the norm > max_norm.
 
     The norm is the joint 2-norm N of all gradients of the group; without `max_norm` only non-finite
-    entries count. In a skipped step the optimizer finds no gradient. Weights, momentum, weight
-    decay and its step counts stay, which a zero gradient would change. The gradients themselves are
-    unchanged, and are in `.grad` again after the step.
+    entries count. In a skipped step the optimizer finds no gradient. So the weights, its momentum
+    and its step counts stay, without weight decay; a zero gradient would change them. The gradients
+    themselves are unchanged, and are in `.grad` again after the step.
 
     No parameter of the optimizer is updated, not even parameters that the site does not select. The
     surgery and a learning-rate scheduler count the step. Later links of a chain do not act in it,
     nor later interventions at stage `step`; earlier ones have acted. One value is copied to the
     host in each step. LBFGS, which steps without gradients, is refused.
 
-    A `GradScaler` lowers its scale and skips the step of an optimizer with non-finite gradients;
-    that step does not reach the transform. The steps of other optimizers do.
+    A `GradScaler` lowers its scale and skips the step of an optimizer with non-finite gradients.
+    The transform is not called for that step, and is called for steps of other optimizers.
 
-    As optax's `apply_if_finite` and `skip_large_updates`; `max_grad_norm` with
+    Like optax's `apply_if_finite` and `skip_large_updates`; `max_grad_norm` with
     `skip_update_on_spike` in ZClip (arXiv 2504.02507).
 
     Any shapes and dtypes; zero gradients and empty tensors do not skip. N² that overflows in

@@ -17,8 +17,9 @@ class SpikeClip(Transform):
     """Replace entries with g^2 > threshold * v by sign(g) sqrt(threshold * v), v their mean square.
 
     v <- decay v + (1 - decay) g^2 starts at zero, is not corrected for that, and uses g after
-    clipping; Adam's second moment is another. The first `warmup` gradients are not clipped. SPAM of
-    Huang et al., ICLR 2025 (arXiv 2501.06842), without its resets of Adam's moments.
+    clipping. It is not the second moment that Adam keeps. The first `warmup` gradients are not
+    clipped. SPAM of Huang et al., ICLR 2025 (arXiv 2501.06842), without its resets of Adam's
+    moments.
 
     v is the state of a site, in float32 or wider. Any shape. Zero stays zero, NaN stays NaN, an
     empty tensor stays empty. In the warm-up an infinity stays; later it becomes the bound, also in

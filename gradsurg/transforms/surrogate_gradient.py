@@ -1,4 +1,4 @@
-"""SurrogateGradient: multiply the gradient by a window of the value, for steps and spikes."""
+"""SurrogateGradient: multiply the gradient by a window function, for step functions and spikes."""
 
 from dataclasses import KW_ONLY
 from math import pi
@@ -15,7 +15,7 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class SurrogateGradient(Stateless):
-    """Multiply the gradient by a window of the value x: g * f(k (x - center)), k the slope.
+    """Multiply the gradient by a window function of the value x, with the `slope` k at `center`.
 
     | `window` | factor, with u = x - center | source |
     |---|---|---|
@@ -33,7 +33,7 @@ class SurrogateGradient(Stateless):
     x).detach()`. At its `Inputs`, x is the input. A module with a zero derivative, such as
     `torch.sign`, leaves nothing to multiply.
 
-    `softplus` is the derivative of softplus_k, as zennit's ReLUBetaSmooth. At the `Inputs` of a
+    `softplus` is the derivative of softplus_k, like zennit's ReLUBetaSmooth. At the `Inputs` of a
     ReLU it needs another intervention, `StraightThrough` at `Nodes("Relu", side="leave")`, because
     the ReLU has set the gradient of negative inputs to zero.
 

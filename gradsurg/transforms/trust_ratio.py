@@ -16,7 +16,9 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class TrustRatio(Stateless):
     """Scale the gradient g of the value w: g * coefficient * |w| / (|g| + eps), in 2-norms.
 
-    The norms are of the tensor, or of each group selected by `per`. Requires the value w.
+    The norms are of the group selected by `per`, which is `tensor`, `unit` (an index of axis 0),
+    `entry` or an einops pattern such as `o i kh kw -> o i`. The value w is the tensor whose
+    gradient is g; sites without one, such as autograd nodes, are refused.
 
     This is optax's `scale_by_trust_ratio`. With `AddDecayed` before it, g + b w takes the place of
     g (`optax.lars`). LARS of You, Gitman, Ginsburg 2017 (arXiv 1708.03888) divides g + b w by |g| +

@@ -119,7 +119,7 @@ class Trigger(ABC):
 
     @cached_property
     def parts(self) -> "tuple[Trigger, ...]":
-        """The elementary triggers of a combination; the trigger itself if it is none."""
+        """The elementary triggers of a combination; any other trigger by itself."""
         return (self,)
 
     def __and__(self, other: "Trigger") -> "Trigger":
