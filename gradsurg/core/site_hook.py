@@ -158,7 +158,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_configuration is UNCHECKED:
-            # Told again at each gradient until a dense one was checked.
+            # Again at each gradient, until a dense one was checked.
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
@@ -315,7 +315,7 @@ class SiteHook:
 
 
 class Joint:
-    """The hooks of several interventions at one place, in order: PyTorch has one for all."""
+    """The hooks of several interventions at one place, in order; PyTorch gets one for all."""
 
     __slots__ = ("asks", "call", "hooks")
 

@@ -82,7 +82,7 @@ class Surgery:
         surgery of it.
 
         Functions and classes of your own are written by their dotted paths, and read back with
-        `own_code=True`. Raises TypeError for a lambda, a function inside a function and `where`.
+        `own_code=True`. Raises TypeError for a lambda, a nested function and `Selector.where`.
         """
         from gradsurg.core.surgery_config import config_of
 

@@ -21,7 +21,8 @@ GRADIENTS = "Outputs Inputs Nodes Uses Captured"
 
 SiteHook = Any
 Operation = Any
-"""Classes of `gradsurg.core`. Any: sites raise errors of pitfalls, so the core is above them."""
+"""Classes of `gradsurg.core`, which pitfalls cannot import: `sites` imports pitfalls, and the core
+imports `sites`."""
 
 
 class Cell(NamedTuple):
