@@ -23,7 +23,7 @@ Args = tuple[object, ...]
 Keywords = dict[str, Any]  # Any: a user's values
 
 Call = tuple[str, int]
-"""A call of a module: the name that it goes by, and its index among those, or OUTSIDE."""
+"""A call of a module: its name, and its index among the calls of that name, or OUTSIDE."""
 
 
 class CallNumbers:
@@ -41,7 +41,7 @@ class CallNumbers:
         self._names, self._left_out = names, left_out
         self._counts: dict[int, int] = {}
         self._graphless: list[tuple[int, int, Call]] = []
-        self._others: dict[int, nn.Module] = {}  # held, as the identity of one is its number
+        self._others: dict[int, nn.Module] = {}  # held, so that no new module gets the same id
         self.depth = 0
         self.running: list[tuple[int, Any]] = []  # Any: each kind has notes of its own type
         self.at_end: list[Callable[[], None]] = []
@@ -239,7 +239,7 @@ class WatchedCalls(ABC):
     then on both hooks run, and the calls are numbered.
     """
 
-    acts_before = False  # and puts aliases in the place of inputs
+    acts_before = False  # whether `before` acts, and replaces inputs by aliases
     always_ends = False  # whether `after` is called after a call that raises, too
 
     def __init__(

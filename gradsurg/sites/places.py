@@ -205,7 +205,7 @@ Things = Mapping[Kind, Sequence[Named]]
 
 @dataclass(eq=False)
 class Memory:
-    """The memory of one attached intervention, as several may share a selector."""
+    """The state of a selector for one attached intervention: several may share the selector."""
 
     stage: Stage | None = None  # of the intervention; None: the first that a selector may have
     # The names at which the selector, and each of its parts, may pick places.
@@ -302,12 +302,12 @@ class Selector(ABC):
     def unmet(
         self, model: nn.Module, memory: Memory, met: "Container[tuple[Kind, str]]"
     ) -> "Iterator[tuple[str, str]]":
-        """Yield the site ids that are expected at near names at which no place was `met`.
+        """Yield the site ids that are expected at the names in `memory.near` without a `met` place.
 
         Each comes with the reason why none will be, empty if it is not known. A place that was not
         picked needs no reason; a place with a negative `occurrence` stands for a missing one.
         """
-        settled: set[str] = set()  # ids and names that need no reason
+        settled: set[str] = set()  # ids and names of rejected places, which need no reason
         for place in memory.rejected:
             settled |= {place.site, place.whole, *[place.name] * (place.occurrence >= 0)}
         for leaf in self.leaves:
@@ -402,7 +402,7 @@ class Leaf(Selector):
 
     @abstractmethod
     def offers(self, named: Named) -> Sequence[str]:
-        """Return the names that places may have which the complement of the selector picks."""
+        """Return the names of the places that this selector or its complement may pick there."""
 
     @abstractmethod
     def picks(self, place: Place) -> bool:
@@ -609,17 +609,17 @@ class Door(Protocol):
     ) -> Hook | None:
         """Return the hook of a place, None if no intervention acts there; it is cached.
 
-        `value` is the tensor whose gradient will pass: if it needs none, that is noted. With `own`
-        the value itself is hooked, and hooks that act on it already, under another site id, are
-        left out: their sites are the same place. `acted` are the functions of such hooks, if
-        PyTorch does not have them.
+        `value` is the tensor whose gradient will pass: if it needs none, that is noted. `own` says
+        that the value itself will be hooked. Interventions that act on it already at another site
+        are then left out, because both sites are one place. `acted` are the functions by which they
+        act, if these are not among PyTorch's hooks of the tensor.
         """
         ...
 
     def meet_shared(self, places: Sequence[Place]) -> Hook | None:
         """Return the hook of one gradient that passes at several places at once.
 
-        Each intervention acts at the first of them that it picks; the others are names of that.
+        Each intervention acts at the first place that it picks; the others are names of that one.
         """
         ...
 

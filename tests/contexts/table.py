@@ -17,7 +17,7 @@ OTHERS = (
 )
 
 MEANINGS = {
-    "accumulation, not linear": "Several backward passes before a step, with a nonlinear transform.",
+    "accumulation, not linear": "Several backward passes in a step, with a nonlinear transform.",
     "vmap": "A transform with a state acts inside `vmap` or with `is_grads_batched`.",
     "checkpoint, not repeatable": "The transform may return another value when it is called again.",
     "foreign communication hook": "The model has a `register_comm_hook` of yours.",
