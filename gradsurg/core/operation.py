@@ -260,7 +260,7 @@ class Operation:
     def moment(self) -> object:
         """What determines a result besides the gradient, compared by `==`; None once it is closed.
 
-        A checkpoint compares it with the one of the forward. Unrelated to `Attachment.tell`.
+        A checkpoint compares both its forwards by it. Unrelated to `Attachment.tell`.
         """
         if self.is_closed:
             return None

@@ -22,8 +22,8 @@ from gradsurg.torch_internals import autograd
 Change = Callable[[str, Tensor], Tensor]
 
 Acted = tuple[SiteFn, tuple[str, int, str], str]
-"""A function that has acted on a tensor; the name and index of the call and the path at which it
-did; and the name of the module inside which it must not act on this tensor again."""
+"""A function that has acted on a tensor. Then the name, index and path at which it did, and the
+module inside which it must not act on this tensor again."""
 
 
 Owners = dict[int, tuple[ref[Tensor], int, list[Acted]]]
