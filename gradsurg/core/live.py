@@ -92,7 +92,7 @@ class Live:
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
-        """The labels of the links of each intervention."""
+        """The labels of each intervention: of its transform, or of each link of its `Chain`."""
         return tuple(self.attachment.labels)
 
     @property

@@ -29,7 +29,7 @@ STEADY = (Always(), Steps())
 
 
 class Operation:
-    """One intervention while it is attached.
+    """One intervention while it is attached. Its links are the transforms of a `Chain`, or the one.
 
     `set` stores everything that depends only on the transform and the trigger. `begin_step` decides
     what is the same for all gradients of a step, so that a `SiteHook` has little to do for each.
@@ -40,7 +40,7 @@ class Operation:
     is_idle: bool  # whether nothing acts and nothing is counted in this step
     skips_transform: bool  # whether gradients are counted in this step, and none is transformed
     configuration: object  # another object after each change; hooks compare it by `is`
-    open_configuration: object  # the same if the fast path is open in this step, else None
+    open_configuration: object  # the same if `SiteHook`'s fast path is open, otherwise None
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Operation:
         intervention: Intervention,
         labels: Sequence[str],
     ) -> None:
-        self.attachment, self.labels = attachment, tuple(labels)  # a label for each link
+        self.attachment, self.labels = attachment, tuple(labels)  # of its links
         self.label = " -> ".join(labels)
         self.at, self.leaves = intervention.at, intervention.at.leaves
         self.stage: Stage = intervention.stage

@@ -70,7 +70,7 @@ class SiteHook:
         self.drew_nothing: bool
         # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
-        # From here on each list has an entry for each link.
+        # From here on each list has an entry for each link (transform of a `Chain`).
         self.contexts = [
             TransformContext(
                 site,

@@ -111,7 +111,7 @@ class Surgery:
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
-        """The labels of the links of each intervention, which logs use."""
+        """The labels in logs, by intervention: of its transform, or of each link of its `Chain`."""
         if self._live is not None:
             return self._live.labels
         labels: list[tuple[str, ...]] = []

@@ -76,8 +76,8 @@ class EffectsState(TypedDict):
 class Effects:
     """The numbers of each transform at each site, measured every `every` steps (0: never).
 
-    Pairs of gradients are summed at once and not kept. Sums on a device stay there until they are
-    read, or there are MAX_PAIRS.
+    Pairs of a gradient before and after a transform are summed at once and not kept. Sums on a
+    device stay there until they are read, or there are MAX_PAIRS.
     """
 
     every: int

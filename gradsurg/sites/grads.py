@@ -50,8 +50,8 @@ class Steps:
 
     `make` gets an intervention and the first of the optimizers that hold its parameters, and
     returns the functions to call before and after a step. `copies` says that the values before the
-    step are needed. With `is_joint` parameters may be sharded, and several optimizers may hold a
-    group transform's: it acts on `.grad`s, once for all. Otherwise both are refused.
+    step are needed. `is_joint`, for actions on `.grad`s, allows sharded parameters, and a group in
+    several optimizers, on which it acts once. Otherwise both are refused.
     """
 
     door: Door

@@ -26,7 +26,7 @@ imports `sites`."""
 
 
 class Cell(NamedTuple):
-    """The outcome for kinds of site in a context where they do not simply act.
+    """The outcome for kinds of site in a context (a use of PyTorch) where they do not simply act.
 
     `kinds` are names, each alone or as `kind.mode`, or "*" for all. `text` completes
     "<kind>: <text>" with the reason, then the suggestion; names in braces are filled in.
