@@ -331,7 +331,7 @@ class ListHook:
         if saved is None and all(own):
             return own
         parts = _apart(transform.init_group(grads) if saved is None else saved)
-        if len(parts) != len(hooks):  # a loaded state, which does not tell its members
+        if len(parts) != len(hooks):  # a loaded state, which does not name its members
             raise RuntimeError(
                 f"{link.label}: begin with a step in which the same parameters have a gradient: "
                 f"the loaded state is that of {len(parts)} tensors, now there are {len(hooks)}"

@@ -29,7 +29,7 @@ STEADY = (Always(), Steps())
 
 
 class Operation:
-    """One intervention while it is attached. Its links are the transforms of a `Chain`, or the one.
+    """One attached intervention. Its links are the transforms of a `Chain`, or its only transform.
 
     `set` stores everything that depends only on the transform and the trigger. `begin_step` decides
     what is the same for all gradients of a step, so that a `SiteHook` has little to do for each.

@@ -93,7 +93,7 @@ class SiteHook:
         """Take over the links of the operation, which were changed.
 
         A single trusted transform without state needs nothing but its `apply`, which `in_order`
-        calls itself.
+        calls directly.
         """
         first, *others = self.operation.links
         # Not for a transform that refuses `create_graph`: `begin_call` checks that each time.
@@ -295,7 +295,7 @@ class SiteHook:
         return True
 
     def watched(self, link: "Facts", device: torch.device) -> AbstractContextManager[None]:
-        """In a user's transform's first call, raise RuntimeError if it draws globally."""
+        """Raise RuntimeError if a user's transform uses a global generator in its first call."""
         if link.is_trusted or self.drew_nothing:
             return nullcontext()
         return random_state.untouched(

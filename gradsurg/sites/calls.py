@@ -183,7 +183,7 @@ class Shared:
 
     def untraced(self, hook: Callable[..., None]) -> Callable[..., object]:
         """Wrap a hook of the model, left out of compiled code if no kind needs numbers there."""
-        # Dynamo does not even look at one that is needed from the start.
+        # A hook that is needed from the start is hidden from Dynamo altogether.
         return compiling.untraced(hook) if self._left_out.needed else self._left_out.hook(hook)
 
     def renew(self) -> None:
@@ -235,8 +235,8 @@ class WatchedCalls(ABC):
     """The tensors that modules take or return, hooked in each call by `before` and `after`.
 
     In compiled code `traced` replaces the hook that acts, and the other hook is left out. A module
-    that is not in `hooks` breaks the compiled graph, and so does a call that cannot be traced: from
-    then on both hooks run, and the calls are numbered.
+    without a hook from `Door.traced` breaks the compiled graph, and so does a call that cannot be
+    traced: from then on both hooks run, and the calls are numbered.
     """
 
     acts_before = False  # whether `before` acts, and replaces inputs by aliases

@@ -120,7 +120,7 @@ class _GradMode(TorchFunctionMode):
         return grad
 
     def _at(self, tensor: object) -> tuple[Pairs, bool]:
-        """Return the places of an input, and whether it is still there."""
+        """Return the places of an input, and whether its version is still the same."""
         if not isinstance(tensor, Tensor) or tensor not in self.known:
             return (), False
         version, places = self.known[tensor]
@@ -131,7 +131,7 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Intercept `torch.autograd.grad`, and note the tensors that the modules return."""
     modules = [named for named in found if isinstance(named.thing, nn.Module)]
     refuse_scripted(door, CAPTURED, modules)
-    # The same one after a change of the interventions, which may follow a forward.
+    # The same mode after a change of the interventions, which may follow a forward.
     mode: _GradMode = door.kept.setdefault(CAPTURED, _GradMode(door))
     mode.begin()
     door.stack.callback(mode.close)

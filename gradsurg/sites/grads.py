@@ -228,7 +228,7 @@ def write_value(
         skipped = found_inf.to(param.device) > 0
         keeps = skipped if keeps is None else keeps | skipped
     param.copy_(new if keeps is None else torch.where(keeps, param, new))
-    if torch.is_autocast_cache_enabled():  # it holds casts of the weights before
+    if torch.is_autocast_cache_enabled():  # it holds casts of the old value
         torch.clear_autocast_cache()
 
 
