@@ -171,7 +171,7 @@ class Shared:
         model = self._model()
         assert model is not None
         # By identity: the dict is held by hooks of the modules, which must not hold the modules.
-        # Copies that share their hooks, as the replicas of DataParallel, have another one.
+        # Copies that share their hooks, such as replicas of DataParallel, have other identities.
         names = {id(module): tuple(names) for module, names in names_of(model).items()}
         thread = ThreadCalls(names, self._left_out)
         self.threads.append(thread)

@@ -466,11 +466,11 @@ class Hook(Protocol):
 
     `asks` are the arguments that it needs besides the gradient. `stateful` is the first transform
     or trigger that keeps a state for each site, as text: saved tensors refuse it. `varies` says why
-    it may draw or decide differently in another process, which parts of a sharded gradient must
-    not. `unsteady` says why two calls with the same gradient may have different results, which
-    those of a checkpoint must not. All three may be empty. `moment` is what else determines a
-    result (step, switches, fields), compared by `==` when a checkpoint computes activations again;
-    None once one of the interventions was detached.
+    it may draw or decide differently in another process: parts of a sharded gradient refuse that.
+    `unsteady` says why two calls with the same gradient may have different results: activations in
+    a checkpoint refuse that. All three may be empty. `moment` is what else determines a
+    result (step, switches, fields), compared by `==` when a checkpoint computes activations again.
+    It is None once one of the interventions was detached.
     """
 
     @property
@@ -520,8 +520,8 @@ class PlacesHook(Protocol):
     """One intervention over the places of a list at which it acts.
 
     Called with their gradients (None where there is none), it yields the results in order, one at a
-    time, and an unchanged gradient as it is. It takes the list over, and drops each gradient once
-    its result was yielded. It returns the list itself if nothing acts. A transform of one gradient
+    time, and an unchanged gradient as it is. In the list it replaces each gradient by None once its
+    result was yielded. It returns the list itself if nothing acts. A transform of one gradient
     may be called place by place instead, by `calls`. `order` is the position of the intervention in
     its surgery; `is_new` is True while the surgery, or an optimizer, is being attached.
 
@@ -579,9 +579,9 @@ class Door(Protocol):
     """One attachment, from the view of a kind.
 
     Attributes:
-        stack: Takes the removals of the hooks that are being registered; a kind reads it in `watch`
-            alone.
-        leaves: Takes the removals of hooks on leaf tensors.
+        stack: Takes the functions that remove the hooks being registered; a kind reads it in
+            `watch` alone.
+        leaves: Takes the handles of hooks on leaf tensors.
         steps: The optimizers.
         kept: Values that a kind needs again when it watches anew, by a key of its own.
     """
@@ -597,7 +597,7 @@ class Door(Protocol):
         ...
 
     def picking_at(self, place: Place) -> Sequence[object]:
-        """Return the interventions that pick a place, or part of it: its `item` may be open."""
+        """Return the interventions that pick a place; an empty `item` may be filled in later."""
         ...
 
     def meet(
