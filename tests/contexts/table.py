@@ -18,7 +18,7 @@ OTHERS = (
 
 MEANINGS = {
     "accumulation, not linear": "Several backward passes in a step, with a nonlinear transform.",
-    "vmap": "A transform with a state acts inside `vmap` or with `is_grads_batched`.",
+    "vmap": "A transform with a state, inside `vmap` or with `is_grads_batched`.",
     "checkpoint, not repeatable": "The transform may return another value when it is called again.",
     "foreign communication hook": "The model has a `register_comm_hook` of yours.",
     "different averages": "Several `Buckets` of one model, with different `reduce`.",
