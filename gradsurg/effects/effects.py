@@ -36,7 +36,7 @@ class _Slot:
     """One transform at one site, with the counts of its entry at the last fetch."""
 
     transform: str  # its label
-    entry: Entry  # of the intervention at the site; several links have one
+    entry: Entry  # of the intervention at the site; all links of a `Chain` share it
     fetched_fired: int = 0
     fetched_calls: int = 0
     fetched_sent: int = 0  # bytes
@@ -90,7 +90,7 @@ class Effects:
     _fresh: Measured = field(default_factory=Measured)  # since the last fetch
     _totals: Measured = field(default_factory=Measured)  # before it
     _num_measured: int = 0  # pairs that were converted to numbers
-    # The number of the slot by label, label of the intervention, and site.
+    # The number of a slot by label of the transform, label of the intervention, and site.
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
     # Slot, size and step of each pair not yet converted. Row i of `_sums` is for pair i; sums that
     # are on a device are in `_elsewhere`.

@@ -210,7 +210,7 @@ class _Origins:
 
     def _of(self, tensor: Tensor) -> Literal["activations", "parameters", "buffers"]:
         params = [param for table in self.params for param in table.values() if param is not None]
-        # Those of a functional_call.
+        # The tensors that a functional_call puts in the place of parameters.
         given = [param for param in params if not isinstance(param, nn.Parameter)]
         made = {param.grad_fn for param in given} - {None}
         base, node = autograd.base_of(tensor), tensor.grad_fn
