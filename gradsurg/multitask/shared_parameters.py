@@ -45,9 +45,9 @@ KIND = Kind("SharedParameters", "", params_of, _watch, known_at="watch")
 class SharedParameters(ParamSelector):
     """Select the parameters that several tasks reach, whose gradients an aggregator combines.
 
-    `granularity` says which parameters are aggregated together: all (`whole`), those of each
-    `layer`, `module` or `tensor`, or those of each name pattern, such as `("encoder.*", "*")`: a
-    parameter belongs to the first pattern that matches, and one without a match is not selected.
+    `granularity` says which parameters are aggregated together: all (`whole`), or each `layer`,
+    `module` or `tensor` by itself. Or it is a name pattern for each group, such as `("encoder.*",
+    "*")`. The first match counts, and a parameter without a match is not selected.
     A layer is a member of the outermost `ModuleList` or `Sequential` of two or more modules of one
     class; parameters outside are grouped by module. To use another aggregator for each group,
     attach several. The other fields of the selection are those of `Parameters`.
