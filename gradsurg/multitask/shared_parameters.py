@@ -62,7 +62,7 @@ class SharedParameters(ParamSelector):
     losses of each task before the aggregator acts, by one all-reduce of tasks x parameters numbers:
     the update is that of one process with all examples, up to rounding. With `"local"` each process
     aggregates the gradients of its own examples, and the results are averaged, which differs if the
-    aggregator is not linear. `feature`, where the gradients belong to the examples of a process,
+    aggregator is not linear. `feature`, whose gradients have entries for each example of a process,
     needs `"local"`.
 
     A parameter of one task alone, as found at each `live.backward(losses)`, gets the gradient of
