@@ -35,14 +35,13 @@ DETACHED = "the block has ended, and with it the surgery: attach it again"
 class Attachment:
     """An attached surgery, as its hooks see it.
 
-    An `Operation` is one intervention while it is attached; an aggregator has none. The kinds of
-    site ask the `door` for the hook of each place.
+    An `Operation` is one intervention while it is attached; an aggregator has none. Its links are
+    the transforms of its `Chain`, or its only transform. The kinds of site ask the `door` for the
+    hook of each place.
 
     PyTorch's hooks hold this object. It holds the model weakly and the user's handle not at all:
     the finalizer of the handle closes it. The attachment, its door and its hooks refer to one
-    another until `close`.
-
-    `rank` is the number of this process among `processes`, and 0 of 1 without torch.distributed.
+    another until `close`. Without torch.distributed `rank` is 0 and `processes` is 1.
     """
 
     params_of = staticmethod(params_of)  # for `core/pitfalls`, which may not import `sites`
@@ -65,7 +64,7 @@ class Attachment:
         self._model: ref[nn.Module] | None = ref(model)  # None once the surgery is detached
         self.effects, self.clock = effects, clock or Clock()
         # The surgery has the same dict, which is therefore changed in place only. Its keys:
-        # <label of a link, a transform of a `Chain` or the only one>/<site>, or /group for a group;
+        # <label of a link>/<site>, or <label of a link>/group for a group transform;
         # <label of an operation>/<site>/when for a trigger;
         # <label>/<name> for tensors that a kind or an aggregator keeps.
         self.states = {} if states is None else states
@@ -79,16 +78,16 @@ class Attachment:
         self.operations: list[Operation] = []  # the interventions with a transform, in order
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.warned: set[str] = set()  # the texts, or their keys, that were emitted
-        self.removed_notes: list[str] = []  # the notes of interventions that were removed
+        self.removed_notes: list[str] = []  # warnings for the end, of interventions removed
         # The pitfalls that were made for this attachment, and, by moment (the name of a method of
         # `Pitfall`), their methods, for `tell`. Any: each has other arguments.
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
         self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}
-        # For aggregators, which return no texts as pitfalls do: called before a step is counted,
-        # and by the pitfall `StepHooks` after the first steps.
+        # Functions of the aggregators: called before a step is counted, and by the pitfall
+        # `StepHooks` after the first steps. Unlike the methods of pitfalls they return no texts.
         self.before_tick: list[Callable[[], None]] = []
         self.at_first_steps: list[Callable[[], None]] = []
-        self.forward_check = ExitStack()  # the removal of the hook of `expectations.check_places`
+        self.forward_check = ExitStack()  # removes the hook of `expectations.check_places`
         self.door = AttachmentDoor(self)  # for the kinds of site
         effects.begin(self.clock.step)
 
@@ -158,7 +157,7 @@ class Attachment:
         return "multi_task" in vars(self)  # where `cached_property` keeps its value
 
     def warn_unknown_scaler(self) -> None:
-        """Warn, for a pitfall, of a GradScaler that was found and the aggregators do not know."""
+        """Warn that a pitfall has found a GradScaler which the aggregators do not know."""
         if self.has_multi_task:
             self.multi_task.warn_unknown_scaler()
 
@@ -186,10 +185,10 @@ class Attachment:
         ]
 
     def add(self, *interventions: Intervention) -> None:
-        """Attach interventions; if one fails, none of those with transforms stays attached.
+        """Attach interventions; after an error none of the given transforms is attached.
 
-        Aggregators are given by `Surgery.start` alone, which closes the attachment after an error.
-        Raises LookupError, listing the names, if a selector picks nothing. If places are known in a
+        Only `Surgery.start` gives aggregators, and it closes the attachment after an error. Raises
+        LookupError, listing the names, if a selector picks nothing. If places are known in a
         forward only, the first forward raises it.
         """
         operations, labels = [*self.operations], self.labels
@@ -214,8 +213,8 @@ class Attachment:
         before = self.operations
         try:
             self._watch(operations)
-            # Last: hooks run in order, and an aggregator's must see the outputs that those of
-            # sites return.
+            # Last: hooks run in order, and an aggregator's must see the outputs that the hooks
+            # of sites return.
             for label in aggregators:
                 self.multi_task.add(label, self.aggregators[label])
                 self.begin_flags(self.aggregators[label])
@@ -234,7 +233,7 @@ class Attachment:
         self.forget(operation)
 
     def forget(self, operation: Operation) -> None:
-        """Drop the states, the ledger entries that saw no gradient, and the observations."""
+        """Drop the states, the ledger entries without a gradient, and what its trigger has read."""
         for key in [*self.states]:
             # States of triggers have the label of the operation, those of links their own.
             if key.partition("/")[0] in (operation.label, *operation.labels):
@@ -277,7 +276,7 @@ class Attachment:
             # While it is new, a parameter that no optimizer holds raises an error, as at attach.
             each.is_new = each in at_step
             each.invalidate()  # checks were made with other optimizers
-        try:  # the earlier optimizers are let go already: after an error there is none
+        try:  # the earlier optimizers are unhooked already: after an error none is bound
             kinds = dict.fromkeys(kind for each in at_step for kind in each.kinds)
             self.door.watch({kind: self.door.search_again(kind) for kind in kinds})
             expectations.check_places(self)
@@ -349,7 +348,7 @@ class Attachment:
         if not intervention.flags:
             return
         items = [*(each.intervention for each in others), *self.aggregators.values()]
-        # Those of one name agree, as each was checked here.
+        # Attached switches of one name agree, as each was checked here.
         first = {flag.flag: flag.on for item in items for flag in item.flags}
         for flag in intervention.flags:
             if first.setdefault(flag.flag, flag.on) != flag.on:
@@ -368,7 +367,7 @@ class Attachment:
                 self.clock.observations.pop(part, None)
 
     def _watch(self, operations: list[Operation]) -> None:
-        """Set `self.operations`, and replace the hooks of the old ones by those of the new."""
+        """Set `self.operations`; remove all hooks of these kinds and register them anew."""
         model = self.model
         for gone in {*self.operations} - {*operations}:
             gone.close()  # graphs built earlier keep calling its hooks: they must do nothing

@@ -30,7 +30,7 @@ class AttachmentDoor:
       its thing the module or parameter
     - near: a name of a module or parameter at which a selector may pick places
     - picked: a place at which an operation acts
-    - met: a place for which it has a `SiteHook`, by `meet`, or a reason why no gradient comes
+    - met: a place for which an operation has a `SiteHook`, or a reason why no gradient comes
     - placed: a site whose hook `meet` has returned to the kind, which registers it
 
     PyTorch gets one hook at a place, a `Joint`, which calls the `SiteHook` of each intervention in
@@ -43,7 +43,7 @@ class AttachmentDoor:
         self.leaves = Leaves()  # hooks on leaf tensors, which stay when a graph is freed
         self.shared = Shared(attachment.model)  # the numbers of the calls of modules
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
-        self._stacks: dict[Kind, ExitStack] = {}  # the removals of the hooks of each kind
+        self._stacks: dict[Kind, ExitStack] = {}  # these remove the hooks of each kind
         # The entry of `_stacks` for the kind whose `watch` runs; it is used in `watch` alone.
         self.stack = ExitStack()
         # The caches of `meet` and `picking_at`, emptied when interventions or optimizers change.

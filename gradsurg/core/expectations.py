@@ -1,4 +1,4 @@
-"""Whether the places that interventions should have were met, and the warnings at the end."""
+"""Check that interventions have found their places, and collect the warnings at the end."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING

@@ -90,7 +90,7 @@ class Intervention:
     # Whether the trigger reads the gradient, and whether a part of it is a user's.
     reads_gradient: bool = field(init=False, repr=False, compare=False)
     has_own_trigger: bool = field(init=False, repr=False, compare=False)
-    # Facts for hooks about each link, and their inputs besides the gradient.
+    # Facts about each link, and the arguments that hooks need besides the gradient (`places.Ask`).
     facts: tuple[Facts, ...] = field(init=False, repr=False, compare=False)
     asks: frozenset[Ask] = field(init=False, repr=False, compare=False)
     # Whether it has to see each forward pass.
@@ -265,8 +265,8 @@ class Intervention:
     def check_sites(self, model: nn.Module) -> None:
         """Raise ValueError if it cannot act at its sites of the model.
 
-        That is, if a `per` does not fit a parameter, a gradient will be sparse, or the gradients of
-        single examples are unknown there.
+        That is, if the axes of a field `per` do not fit a parameter, a gradient will be sparse, or
+        the gradients of single examples are unknown there.
         """
         if self.dense is not None and any(
             isinstance(part, TABLES) and part.sparse for part in names_of(model)
@@ -393,7 +393,7 @@ class Intervention:
             lacks = sorted(link.needs - provided)
             raise FieldError(link, [("", lack(repr(self.at), lacks[0]))])
         for link in self.links:
-            # A wrapper has the needs of the transform inside, but another state: no `SKIPPED`.
+            # A wrapper has the needs of the transform inside, but its state has no `SKIPPED`.
             if "skip" in link.needs and SKIPPED not in link.init(torch.zeros(1)):
                 text = "cannot skip steps from inside another transform; make it a link of a chain"
                 raise FieldError(link, [("", text)])
@@ -434,10 +434,10 @@ def _facts_of(transform: Transform) -> Facts:
 
 
 def is_trusted(transform: Transform) -> bool:
-    """Whether all parts of the transform are gradsurg's own; other results are all checked."""
+    """Whether gradsurg defines all parts; results of other transforms are always checked."""
     if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
         return False
-    # Transforms in its fields, as the links of a `Chain`, may be a user's.
+    # Transforms in its fields, such as the links of a `Chain`, may be a user's.
     values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
     parts = [part for value in values for part in value if isinstance(part, Transform)]
     return all(is_trusted(part) for part in parts)

@@ -1,4 +1,4 @@
-"""One intervention over a list of places, whose gradients are there together."""
+"""One intervention over a list of places, whose gradients are available at the same time."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from functools import partial
@@ -48,12 +48,12 @@ class ListHook:
         self.values: Sequence[ReadTensor] = ()
         self.gradients: Sequence[ReadTensor] = ()
         self._is_checked = False  # whether the first gradients of a group were checked
-        # Two tables by label of a link: see `GroupTransform.members`. The sites for which a state
-        # of the whole group was made, kept by the operation, as a list is met anew after each
-        # change of the interventions.
+        # By label of a link, the sites for which a state of the whole group was made (see
+        # `GroupTransform.members`). The operation keeps it: each change of the interventions makes
+        # a new `ListHook`.
         self._members = operation.members.setdefault(sites, {})
-        # For a state with an entry for each member: that of each member as it was stored last, and
-        # all joined, which saves joining them in the next step.
+        # By label of a link, for a state with an entry for each member: the entries as they were
+        # stored last, and all joined, which saves joining them in the next step.
         self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
 
     @property
@@ -117,7 +117,7 @@ class ListHook:
         return self.operation.varies
 
     def note(self, text: str) -> None:
-        """Record a warning that is told when the surgery ends."""
+        """Record a warning that is emitted when the surgery ends."""
         self.operation.note(text)
 
     def state(self, key: str) -> dict[str, Tensor]:
@@ -148,8 +148,8 @@ class ListHook:
             attachment.effects,
         )
         # Results are computed one by one, so that only one is held besides the gradients. All are
-        # computed first if a user's may be wrong, as no gradient must have been written by then;
-        # under autocast, as a generator runs after the block below; and if none will be written.
+        # computed first for a user's transform, whose error must come before any gradient is
+        # written; under autocast, as a generator runs after the block below; and in shadow.
         is_whole = autograd.any_autocast() or not all(link.is_trusted for link in operation.links)
         with without_autocast(present[0].device.type):
             results, skips = self._stream(rows, present)
@@ -331,7 +331,7 @@ class ListHook:
         if saved is None and all(own):
             return own
         parts = _apart(transform.init_group(grads) if saved is None else saved)
-        if len(parts) != len(hooks):  # a loaded state, which does not tell its members
+        if len(parts) != len(hooks):  # a loaded state, which does not name its members
             raise RuntimeError(
                 f"{link.label}: begin with a step in which the same parameters have a gradient: "
                 f"the loaded state is that of {len(parts)} tensors, now there are {len(hooks)}"

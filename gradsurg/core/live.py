@@ -92,7 +92,7 @@ class Live:
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
-        """The labels of the links of each intervention."""
+        """The labels of each intervention: of its transform, or of each link of its `Chain`."""
         return tuple(self.attachment.labels)
 
     @property
@@ -127,15 +127,15 @@ class Live:
         """Replace `sum(losses).backward()`: one update from several losses.
 
         `losses` are scalar tensors, in a dict by task name or in a list. Without an aggregator
-        there is one backward of the sum, unless a `ForTask` names a task. With one, each task is
-        backpropagated separately, and transforms act on each; the aggregator combines the gradients
-        of each group of shared parameters into one. A parameter that only one task reaches gets the
-        gradient of that task, unless the task is a memory of `AGEM` or `GEM`. The results are added
-        to `.grad`. Other leaves, such as an input that requires a gradient, get the sum over the
-        tasks. A hook of your own on a parameter is called with the gradient of each task, and once
-        more with the result.
+        there is one backward of the sum, unless a `ForTask` names a task. With an aggregator each
+        task is backpropagated separately, and transforms act on each. The aggregator combines the
+        gradients of each group of shared parameters into one. A parameter that only one task
+        reaches gets the gradient of that task, unless the task is a memory of `AGEM` or `GEM`. The
+        results are added to `.grad`. Other leaves, such as an input that requires a gradient, get
+        the sum over the tasks. A hook of your own on a parameter is called with the gradient of
+        each task, and once more with the result.
 
-        If the aggregator weights losses, like `Mean`, and no non-linear transform has to act on
+        If the aggregator weights losses, like `Mean`, and no nonlinear transform has to act on
         each task, there is one backward of the weighted losses. So the weights also apply to
         parameters of a single task. In measured steps each task has an extra pass, which calls your
         own hooks.

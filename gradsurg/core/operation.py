@@ -29,7 +29,7 @@ STEADY = (Always(), Steps())
 
 
 class Operation:
-    """One intervention while it is attached.
+    """One attached intervention. Its links are the transforms of a `Chain`, or its only transform.
 
     `set` stores everything that depends only on the transform and the trigger. `begin_step` decides
     what is the same for all gradients of a step, so that a `SiteHook` has little to do for each.
@@ -40,7 +40,7 @@ class Operation:
     is_idle: bool  # whether nothing acts and nothing is counted in this step
     skips_transform: bool  # whether gradients are counted in this step, and none is transformed
     configuration: object  # another object after each change; hooks compare it by `is`
-    open_configuration: object  # the same if the fast path is open in this step, else None
+    open_configuration: object  # the same if `SiteHook`'s fast path is open, otherwise None
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Operation:
         intervention: Intervention,
         labels: Sequence[str],
     ) -> None:
-        self.attachment, self.labels = attachment, tuple(labels)  # a label for each link
+        self.attachment, self.labels = attachment, tuple(labels)  # of its links
         self.label = " -> ".join(labels)
         self.at, self.leaves = intervention.at, intervention.at.leaves
         self.stage: Stage = intervention.stage
         self.memory = Memory(intervention.stage)
         self.kinds = tuple(dict.fromkeys(leaf.kind_at(self.stage) for leaf in self.leaves))
-        self.hooks: dict[str, SiteHook] = {}  # by site, also those that PyTorch has not got yet
+        self.hooks: dict[str, SiteHook] = {}  # by site, also those not registered yet
         self.near: Near = frozenset()  # the names of modules and parameters that may have places
         self.met = set[tuple[Kind, str]]()  # the names among them at which a place was found
         self.placed: dict[str, None] = {}  # the sites at which PyTorch has a hook, in order
@@ -81,17 +81,17 @@ class Operation:
         ]
         # The parts of the trigger that name a task of `live.backward`.
         self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
-        # A user's trigger is watched until it has answered without a draw from a global generator.
+        # A user's trigger is watched until it has once answered without using a global generator.
         self._watches = intervention.has_own_trigger
         self.reads_gradient = intervention.reads_gradient
-        # Each process has another batch and its own switches, and all have to change the average in
-        # the same way.
+        # All processes have to change the average in the same way, but each has another batch and
+        # its own switches: so they use what process 0 has.
         shares = self.stage in AVERAGED and attachment.processes > 1 and not attachment.shadow
         self._shared_observations = intervention.forward_triggers if shares else ()
         self._shared_flags = intervention.flags if shares else ()
         self._shares_answer = shares and intervention.has_own_trigger
-        # The sites of the running backward pass. A site that comes again begins a new pass, in
-        # which the switches of process 0 are taken over anew.
+        # The sites seen in the running backward pass. A site that comes again begins a new pass,
+        # and there the switches are read from process 0 again.
         self._passed: set[str] = set()
         self.asks = intervention.asks
         self._needs_context = not self.asks.isdisjoint({"value", "entering", "layer", "gradient"})
@@ -150,7 +150,7 @@ class Operation:
             self.reevaluate()
 
     def skip_nodes(self, nodes: Collection[Node]) -> None:
-        """Ignore gradients at these nodes, where two passes of `SharedParameters` would act."""
+        """Ignore gradients at these nodes, which two passes of `SharedParameters` reach."""
         self.skipped_nodes = nodes
         self.reevaluate()
 
@@ -179,7 +179,7 @@ class Operation:
         return fires
 
     def _share(self, site: str) -> None:
-        """Take over what process 0 has seen in the forward pass, and once a pass its switches."""
+        """Take over the observations of process 0, and once in each backward pass its switches."""
         clock = self.attachment.clock
         for part in self._shared_observations:
             if part in clock.observations and part not in clock.shared:
@@ -260,7 +260,7 @@ class Operation:
     def moment(self) -> object:
         """What determines a result besides the gradient, compared by `==`; None once it is closed.
 
-        A checkpoint compares it with that of the forward. It is no moment of `Attachment.tell`.
+        A checkpoint compares both its forwards by it. Unrelated to `Attachment.tell`.
         """
         if self.is_closed:
             return None

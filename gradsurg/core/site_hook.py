@@ -70,7 +70,7 @@ class SiteHook:
         self.drew_nothing: bool
         # Where gradients are averaged, all processes must draw the same random numbers.
         rank = 0 if operation.stage in AVERAGED else attachment.rank
-        # From here on each list has an entry for each link.
+        # From here on each list has an entry for each link (transform of a `Chain`).
         self.contexts = [
             TransformContext(
                 site,
@@ -93,7 +93,7 @@ class SiteHook:
         """Take over the links of the operation, which were changed.
 
         A single trusted transform without state needs nothing but its `apply`, which `in_order`
-        calls itself.
+        calls directly.
         """
         first, *others = self.operation.links
         # Not for a transform that refuses `create_graph`: `begin_call` checks that each time.
@@ -158,7 +158,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_configuration is UNCHECKED:
-            # Told again at each gradient until a dense one was checked.
+            # Again at each gradient, until a dense one was checked.
             attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         # A transform of entries takes the values of a sparse gradient; its zeros stay zeros.
@@ -295,7 +295,7 @@ class SiteHook:
         return True
 
     def watched(self, link: "Facts", device: torch.device) -> AbstractContextManager[None]:
-        """In a user's transform's first call, raise RuntimeError if it draws globally."""
+        """Raise RuntimeError if a user's transform uses a global generator in its first call."""
         if link.is_trusted or self.drew_nothing:
             return nullcontext()
         return random_state.untouched(
@@ -315,7 +315,7 @@ class SiteHook:
 
 
 class Joint:
-    """The hooks of several interventions at one place, in order: PyTorch has one for all."""
+    """The hooks of several interventions at one place, in order; PyTorch gets one for all."""
 
     __slots__ = ("asks", "call", "hooks")
 

@@ -82,7 +82,7 @@ class Surgery:
         surgery of it.
 
         Functions and classes of your own are written by their dotted paths, and read back with
-        `own_code=True`. Raises TypeError for a lambda, a function inside a function and `where`.
+        `own_code=True`. Raises TypeError for a lambda, a nested function and `Selector.where`.
         """
         from gradsurg.core.surgery_config import config_of
 
@@ -111,7 +111,7 @@ class Surgery:
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
-        """The labels of the links of each intervention, which logs use."""
+        """The labels in logs, by intervention: of its transform, or of each link of its `Chain`."""
         if self._live is not None:
             return self._live.labels
         labels: list[tuple[str, ...]] = []

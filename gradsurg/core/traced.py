@@ -22,9 +22,8 @@ class TracedHook:
 
     Dynamo calls `mark` once, while it traces, and takes its result as a constant: `mark` notes in
     the ledger that the site is in compiled code, which counts nothing later. Dynamo guards on the
-    text `key` that it has read: compiled code is compiled anew once the key is another one. That is
-    so after a change of the interventions, which makes new hooks with new numbers, and after the
-    surgery, when the key is empty.
+    text `key` that it has read, and compiles anew once the key differs. A change of the
+    interventions makes new hooks with new numbers, and the end of the surgery empties the key.
     """
 
     def __init__(self, operations: Sequence[Operation], place: Place) -> None:

@@ -36,7 +36,7 @@ class _Slot:
     """One transform at one site, with the counts of its entry at the last fetch."""
 
     transform: str  # its label
-    entry: Entry  # of the intervention at the site; several links have one
+    entry: Entry  # of the intervention at the site; all links of a `Chain` share it
     fetched_fired: int = 0
     fetched_calls: int = 0
     fetched_sent: int = 0  # bytes
@@ -76,8 +76,8 @@ class EffectsState(TypedDict):
 class Effects:
     """The numbers of each transform at each site, measured every `every` steps (0: never).
 
-    Pairs of gradients are summed at once and not kept. Sums on a device stay there until they are
-    read, or there are MAX_PAIRS.
+    Pairs of a gradient before and after a transform are summed at once and not kept. Sums on a
+    device stay there until they are read, or there are MAX_PAIRS.
     """
 
     every: int
@@ -90,16 +90,17 @@ class Effects:
     _fresh: Measured = field(default_factory=Measured)  # since the last fetch
     _totals: Measured = field(default_factory=Measured)  # before it
     _num_measured: int = 0  # pairs that were converted to numbers
-    # The number of the slot by label, label of the intervention, and site.
+    # The number of a slot by label of the transform, label of the intervention, and site.
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    # Pairs of gradients that were not yet converted: slot, size and step of each. Row i of `_sums`
-    # has the sums of pair i, unless they are on a device.
+    # Slot, size and step of each pair not yet converted. Row i of `_sums` is for pair i; sums that
+    # are on a device are in `_elsewhere`.
     _pairs: list[tuple[int, int, int]] = field(default_factory=list)
     _sums: Tensor = field(
         default_factory=partial(torch.zeros, MAX_PAIRS, NUM_SUMS, dtype=torch.float64, device="cpu")
     )
     _elsewhere: dict[int, Tensor] = field(default_factory=dict)  # sums on a device, by row
-    # Inside `of_shards`, its arguments; then the rows of parts of gradients, and their processes.
+    # The arguments of `of_shards` inside its block; the rows of `_sums` that are of parts of
+    # gradients, and the processes that have these parts.
     _shards: "tuple[distributed.ProcessGroup, Mapping[str, int]] | None" = None
     _parts: list[int] = field(default_factory=list)
     _parts_of: "distributed.ProcessGroup | None" = None

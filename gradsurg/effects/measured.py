@@ -84,7 +84,7 @@ class Measured:
         if not counts.all():
             for slot, number in np.argwhere(counts == 0).tolist():
                 means[slot][number] = None
-        # Rank 0 is that of -1, the place of slots in which every gradient was finite.
+        # Slots in which every gradient was finite have place -1, and so rank 0.
         places = sorted({-1, *self.extremes[:, 3].tolist()})
         ranks = {place: rank for rank, place in enumerate(places)}
         totals = sums[:, NONFINITE].astype(int).tolist()

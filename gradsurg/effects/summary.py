@@ -15,13 +15,13 @@ from gradsurg.effects.numbers import EFFECT_NAMES, NORM_RATIO, NORMS
 LARGEST, MEAN = "norm_max", "norm_before"
 AUTO, SITES = "auto", "sites"
 MAX_SITES = 12  # of a transform; with more it is summarized
-NUM_WORST = 3  # sites shown of those that stand out
+NUM_WORST = 3  # sites shown with the lowest cosines, and with the most extreme norm ratios
 NUM_BLOCKS = 6  # of consecutive layers, in a summary
 COUNTS = ("seen", "calls", "bytes", "nonfinite")  # added up over sites; others are averaged
 MEANS = (*(name for name in EFFECT_NAMES if name not in COUNTS), NORM_RATIO.name)
 LOGGED = ("seen", "calls", *EFFECT_NAMES, LARGEST, NORM_RATIO.name, "bytes")
 REAL = (int, float)
-COMPARED = ("cosine", NORM_RATIO.name)  # by which sites stand out
+COMPARED = ("cosine", NORM_RATIO.name)  # the numbers by which these sites are chosen
 LAYER = re.compile(r"(?:.*\.)?\d+(?=\.|$)")  # to the last number: `h.0`, `layer1.2`
 
 Row = Mapping[str, object]

@@ -396,7 +396,7 @@ class Aggregation:
                 f"the state at '{group}' was made for {described}, found {', '.join(tasks)}"
             )
         if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
-            # These compute on the CPU, except for tensors that grow to the size of the rows.
+            # These aggregators compute on the CPU, except with tensors of the size of gradients.
             of_rows = {name: state[name] for name in grown}
             state = {name: tensor.cpu() for name, tensor in state.items()} | of_rows
         return state
@@ -465,7 +465,7 @@ def aggregate(
     """Apply an aggregator to the matrix with these blocks of columns.
 
     The rows are multiplied by the loss `scale`, and so is the result. With `drop`, blocks that are
-    sequences of vectors may be empty afterwards, if the result has weights that are not `on_rows`.
+    sequences of vectors may be emptied to free memory, if weights follow from the Gramian alone.
     """
     match aggregator:
         case GramianAggregator():

@@ -59,7 +59,7 @@ class MultiTaskBackward:
         self._marker: OutputMarker | None = None
         # The processes over which the gradients of the tasks are averaged.
         self._group: distributed.ProcessGroup | None = None
-        # Those that have parts of the gradients.
+        # The processes that have parts of the gradients, if the parameters are sharded.
         self._shards: distributed.ProcessGroup | None = None
         self._keeps_buffers = False
         self._max_losses = 0  # of one call

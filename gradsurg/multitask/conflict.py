@@ -28,7 +28,7 @@ from gradsurg.torch_internals.autograd import without_autocast
 
 MAX_UNFETCHED = 1000  # conflicts kept until they are fetched
 BATCH = 50  # measurements evaluated together
-MAX_MEANS = 20  # sets of tasks with means of their own
+MAX_MEANS = 20  # combinations of a group and its tasks for which means are kept
 IN_TABLE = ("conflict_rate", "norm_spread", "cosine_to_mean", "norm_to_mean")
 
 WeightAggregator = GramianAggregator | LossWeighting
@@ -361,7 +361,7 @@ def _comparable(count: int) -> tuple[tuple[str, WeightAggregator, AggregatorStat
                 continue
             state = aggregator.init(count)
             fits = aggregator.num_tasks in (None, count) and aggregator.least_tasks <= count
-            if fits and MEANS not in state:  # which are of other gradients
+            if fits and MEANS not in state:  # means over the gradients of earlier steps
                 comparable.append((stem, aggregator, state))
     return tuple(sorted(comparable, key=lambda item: item[0] in EQUIVALENTS))
 

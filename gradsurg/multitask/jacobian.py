@@ -224,7 +224,7 @@ class Jacobian:
     def _packs(self, members: Sequence[int]) -> list[list[int]]:
         """Return the parameters of each block: several small ones of one dtype and device, or a
         large one. The large ones are last, by size, so that dropping one makes room for the next.
-        Of the matrix, a block holds parameters whose columns follow on one another.
+        If all gradients are in one matrix, a block is a run of parameters with adjacent columns.
         """
         if self._matrix is not None:
             runs: list[list[int]] = []

@@ -57,7 +57,7 @@ class BackwardCall:
 
     @property
     def at_leaves(self) -> "list[Operation]":
-        """The interventions that acted on each task at the leaves, so not on the combined one."""
+        """The interventions that act on each task at the leaves, and not on the combination."""
         return [each for each in self.interventions if each.stage == "backward"]
 
     @property

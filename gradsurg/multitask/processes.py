@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from gradsurg.multitask.jacobian import Jacobian
 
 MAX_LOSSES = 62
-"""Losses that are averaged together with the check; with more, a multiple of it."""
+"""The losses are padded to a multiple of this number, so that differing tasks are noticed."""
 
 
 def average_jacobian(
@@ -39,7 +39,7 @@ def mean_losses(
     `reached` different parameters.
     """
     checksum = crc32(repr((list(losses), reached)).encode()) >> 8  # its square is exact
-    # One length, so that the processes can be compared if they have other tasks.
+    # Tensors of one length, so that processes with other tasks can be compared, too.
     rest = [0.0] * (-len(losses) % MAX_LOSSES)
     values = torch.tensor(
         [checksum, checksum**2, *losses.values(), *rest],

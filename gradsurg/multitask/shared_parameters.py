@@ -45,9 +45,9 @@ KIND = Kind("SharedParameters", "", params_of, _watch, known_at="watch")
 class SharedParameters(ParamSelector):
     """Select the parameters that several tasks reach, whose gradients an aggregator combines.
 
-    `granularity`: the parameters that are aggregated together, `whole` (all), or those of each
-    `layer`, `module` or `tensor`. Or one name pattern for each group, such as `("encoder.*", "*")`:
-    a parameter belongs to the first pattern that matches, and one without a match is not selected.
+    `granularity` says which parameters are aggregated together: all (`whole`), or each `layer`,
+    `module` or `tensor` by itself. Or it is a name pattern for each group, such as `("encoder.*",
+    "*")`. The first match counts, and a parameter without a match is not selected.
     A layer is a member of the outermost `ModuleList` or `Sequential` of two or more modules of one
     class; parameters outside are grouped by module. To use another aggregator for each group,
     attach several. The other fields of the selection are those of `Parameters`.
@@ -62,8 +62,8 @@ class SharedParameters(ParamSelector):
     losses of each task before the aggregator acts, by one all-reduce of tasks x parameters numbers:
     the update is that of one process with all examples, up to rounding. With `"local"` each process
     aggregates the gradients of its own examples, and the results are averaged, which differs if the
-    aggregator is not linear. `feature`, whose gradients are those of single examples, needs
-    `"local"`.
+    aggregator is not linear. `feature`, whose gradients have entries for each example of a process,
+    needs `"local"`.
 
     A parameter of one task alone, as found at each `live.backward(losses)`, gets the gradient of
     that task. If the task is a memory of `AGEM` or `GEM`, it is combined with gradients of zero for

@@ -22,12 +22,12 @@ from gradsurg.torch_internals import autograd
 Change = Callable[[str, Tensor], Tensor]
 
 Acted = tuple[SiteFn, tuple[str, int, str], str]
-"""A function that has acted on a tensor, the name, index and path at which it did, and the module
-inside which it is not to act again."""
+"""A function that has acted on a tensor. Then the name, index and path at which it did, and the
+module inside which it must not act on this tensor again."""
 
 
 Owners = dict[int, tuple[ref[Tensor], int, list[Acted]]]
-"""The functions that have acted on tensors, by id, with the version of each then."""
+"""By the id of a tensor: the tensor, its version then, and the functions that have acted on it."""
 
 
 class Outcome(NamedTuple):
@@ -215,8 +215,8 @@ class Activations(ModuleSelector):
     it; the caller's remain unchanged.
 
     A call without gradients, such as a validation under `torch.no_grad()`, is transformed and
-    changes no state of the transform or the trigger; the forward of a reentrant checkpoint changes
-    it.
+    changes no state of the transform or the trigger, unless it is the forward of a reentrant
+    checkpoint.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed

@@ -28,7 +28,7 @@ def hook_backward_ends(door: Door, places: Sequence[Place]) -> None:
     # `register_multi_grad_hook` will not do: it never fires for a root, fires twice around a
     # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
     stack = door.stack
-    # Kept, because a graph made before a change of the interventions may have its hooks.
+    # Kept over changes of the interventions: the hooks on older graphs call this object.
     wrappers = wrappers_of(door.model)
     passes: _BackwardPasses
     passes = door.kept.setdefault(_BackwardPasses, _BackwardPasses(bool(wrappers)))
@@ -60,8 +60,8 @@ class _BackwardPasses:
     """The running backward passes.
 
     `is_averaged` says that DistributedDataParallel averages the gradients, `has_views` that they
-    are views of its buckets, `may_be_old` that the graph of the next pass may be one that averages
-    and that was made before the hooks.
+    are views of its buckets, `may_be_old` that the next pass may average and use a graph that was
+    made before its output could be hooked.
     """
 
     def __init__(self, is_averaged: bool) -> None:
@@ -70,7 +70,7 @@ class _BackwardPasses:
         self.open: dict[int, ref[_Pass]] = {}  # by the number of the backward pass
 
     def set(self, hooks: Sequence[PlacesHook], may_be_old: bool = False) -> None:
-        """Let these act from now on, also at the end of a graph that is already built."""
+        """Let these hooks act from now on, also at the end of a graph that is already built."""
         self.may_be_old = may_be_old
         self.acts = [(hook, actor(hook, Access(write=self._write))) for hook in hooks]
 

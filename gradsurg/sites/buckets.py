@@ -46,7 +46,7 @@ def _kind(stage: Stage, reduce: Reduce) -> Kind:
             hook_accumulated(door, places)
             return
         hooks = {cast(Tensor, each.thing): cast(Hook, door.meet(each)) for each in places}
-        # A graph may be there already if it is watched anew: those that were met join at once.
+        # If this is not the first `watch`, a graph may be there: models met before join at once.
         met: WeakSet[DistributedDataParallel] = door.kept.setdefault(Buckets, WeakSet())
         part = _Part(door, kind, stage, reduce, hooks, door.stack, met)
         for wrapper in [*met]:
@@ -107,10 +107,10 @@ _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKe
 def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
     """Let the communication hook of a model, registered once, act for a part of a surgery.
 
-    Raises RuntimeError if the model has another hook, ValueError if others average otherwise.
+    Raises RuntimeError if the model has another hook, ValueError if a part has another `reduce`.
     """
     if wrapper not in _DISPATCHERS:
-        # A copy of a model lists the hook of the model, and does not have it.
+        # A copy of a model lists the hook of the original, but does not have it.
         own = f"{_average.__module__}.{_average.__qualname__}"
         if others := [name for name in autograd.comm_hooks(wrapper) if name != own]:
             part.door.refuse("foreign communication hook", part.kind, hook=others[0])

@@ -19,7 +19,7 @@ from gradsurg.torch_internals import autograd, compiling
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
 WRAPPER = "BackwardHookFunctionBackward"  # the node around a module with full backward hooks
-FORWARD = -1  # the number of a backward pass outside of any
+FORWARD = -1  # stands for the id of a backward pass where none runs
 
 Edge = tuple[Node | None, int]
 """The place of a tensor in the graph: a node and the index of one of its outputs. The node is None
@@ -139,7 +139,7 @@ def follow(
 
 
 class _Graphs:
-    """The graphs of the outermost calls that run: a note of each call has its graph and itself."""
+    """The graphs of the outermost calls that run; the note of a call is its graph and the call."""
 
     def __init__(
         self, door: Door, shared: Shared, take: Take, returning: Collection[nn.Module]

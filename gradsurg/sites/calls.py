@@ -23,7 +23,7 @@ Args = tuple[object, ...]
 Keywords = dict[str, Any]  # Any: a user's values
 
 Call = tuple[str, int]
-"""A call of a module: the name that it goes by, and its index among those, or OUTSIDE."""
+"""A call of a module: its name, and its index among the calls of that name, or OUTSIDE."""
 
 
 class CallNumbers:
@@ -41,7 +41,7 @@ class CallNumbers:
         self._names, self._left_out = names, left_out
         self._counts: dict[int, int] = {}
         self._graphless: list[tuple[int, int, Call]] = []
-        self._others: dict[int, nn.Module] = {}  # held, as the identity of one is its number
+        self._others: dict[int, nn.Module] = {}  # held, so that no new module gets the same id
         self.depth = 0
         self.running: list[tuple[int, Any]] = []  # Any: each kind has notes of its own type
         self.at_end: list[Callable[[], None]] = []
@@ -171,7 +171,7 @@ class Shared:
         model = self._model()
         assert model is not None
         # By identity: the dict is held by hooks of the modules, which must not hold the modules.
-        # Copies that share their hooks, as the replicas of DataParallel, have another one.
+        # Copies that share their hooks, such as replicas of DataParallel, have other identities.
         names = {id(module): tuple(names) for module, names in names_of(model).items()}
         thread = ThreadCalls(names, self._left_out)
         self.threads.append(thread)
@@ -183,7 +183,7 @@ class Shared:
 
     def untraced(self, hook: Callable[..., None]) -> Callable[..., object]:
         """Wrap a hook of the model, left out of compiled code if no kind needs numbers there."""
-        # Dynamo does not even look at one that is needed from the start.
+        # A hook that is needed from the start is hidden from Dynamo altogether.
         return compiling.untraced(hook) if self._left_out.needed else self._left_out.hook(hook)
 
     def renew(self) -> None:
@@ -235,11 +235,11 @@ class WatchedCalls(ABC):
     """The tensors that modules take or return, hooked in each call by `before` and `after`.
 
     In compiled code `traced` replaces the hook that acts, and the other hook is left out. A module
-    that is not in `hooks` breaks the compiled graph, and so does a call that cannot be traced: from
-    then on both hooks run, and the calls are numbered.
+    without a hook from `Door.traced` breaks the compiled graph, and so does a call that cannot be
+    traced: from then on both hooks run, and the calls are numbered.
     """
 
-    acts_before = False  # and puts aliases in the place of inputs
+    acts_before = False  # whether `before` acts, and replaces inputs by aliases
     always_ends = False  # whether `after` is called after a call that raises, too
 
     def __init__(

@@ -37,8 +37,8 @@ Pairs = tuple[tuple[Place, Hook], ...]
 class _GradMode(TorchFunctionMode):
     """Intercepts `torch.autograd.grad`. It runs at every torch function, so it is kept short.
 
-    It knows the tensors that are sites by identity, without holding them. To each intervention a
-    tensor has one site, the first: a parameter that a module returns keeps its own name.
+    It knows the tensors that are sites by identity, without holding them. An intervention acts on
+    a tensor at one site, the first: a parameter that a module returns keeps its own name.
     """
 
     def __init__(self, door: Door) -> None:
@@ -47,12 +47,12 @@ class _GradMode(TorchFunctionMode):
         self.known = WeakIdKeyDictionary()  # tensor -> its version there, and its `Pairs`
         self.hooks: dict[tuple[Place, object], Hook | None] = {}
         self.noted: set[Place] = set()
-        self.later = 0  # the number of modes that were pushed later, when it was removed
+        self.later = 0  # the number of modes pushed after this one, when it was last removed
 
     def begin(self) -> None:
-        """Intercept from now on, for interventions that may be others than before.
+        """Intercept from now on, for interventions that may have changed.
 
-        It takes the place that it had: the modes of others that were pushed later end before it.
+        It returns to its place in the stack of modes, below those that others pushed after it.
         """
         self.hooks.clear()
         self.noted.clear()
@@ -120,7 +120,7 @@ class _GradMode(TorchFunctionMode):
         return grad
 
     def _at(self, tensor: object) -> tuple[Pairs, bool]:
-        """Return the places of an input, and whether it is still there."""
+        """Return the places of an input, and whether its version is still the same."""
         if not isinstance(tensor, Tensor) or tensor not in self.known:
             return (), False
         version, places = self.known[tensor]
@@ -131,7 +131,7 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Intercept `torch.autograd.grad`, and note the tensors that the modules return."""
     modules = [named for named in found if isinstance(named.thing, nn.Module)]
     refuse_scripted(door, CAPTURED, modules)
-    # The same one after a change of the interventions, which may follow a forward.
+    # The same mode after a change of the interventions, which may follow a forward.
     mode: _GradMode = door.kept.setdefault(CAPTURED, _GradMode(door))
     mode.begin()
     door.stack.callback(mode.close)

@@ -87,7 +87,7 @@ class Combined(Selector):
                 return frozenset.intersection(*(part.provides for part in self.of))
             case "all":
                 return frozenset.union(*(part.provides for part in self.of))
-            case "none":  # other sites of the same kinds, of which none need be a product
+            case "none":  # other sites of the same kinds, which need not be at a matrix product
                 shared = frozenset.intersection(*(leaf.provides for leaf in self.leaves))
                 return shared - {"product"}
 
@@ -125,7 +125,7 @@ class Combined(Selector):
 
     @property
     def counts_places(self) -> bool:
-        """Whether it has a limit, or a part of it."""
+        """Whether it or one of its parts has a limit."""
         parts = (part for part in self.of if isinstance(part, Combined))
         return self.limit is not None or any(part.counts_places for part in parts)
 

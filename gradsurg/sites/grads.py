@@ -50,8 +50,8 @@ class Steps:
 
     `make` gets an intervention and the first of the optimizers that hold its parameters, and
     returns the functions to call before and after a step. `copies` says that the values before the
-    step are needed. With `is_joint` a group may be in several optimizers, and parameters sharded:
-    it acts on `.grad`s, once for all optimizers. Otherwise both are refused.
+    step are needed. `is_joint`, for actions on `.grad`s, allows sharded parameters, and a group in
+    several optimizers, on which it acts once. Otherwise both are refused.
     """
 
     door: Door
@@ -74,7 +74,7 @@ class Steps:
         return places_of(self.door, self.kind, found, takes_shards=self.is_joint)
 
     def _made(self, found: Sequence[Named] | None = None) -> Iterator[StepActions]:
-        # An action for each optimizer, with None for the parameters of others; a group has one.
+        # An action for each optimizer, with None for the parameters of others; one for a group.
         holders, places = self.door.steps.holders(), self._places(found)
         pairs = [(place.name, cast(Any, place.thing)) for place in places]
         if several := [name for name, param in pairs if len(holders.get(param, ())) > 1]:
@@ -98,7 +98,7 @@ class Steps:
                 yield StepActions(hook.order, some, names, own, before, after, self.copies)
 
     def _check_held(self) -> str:
-        """Note at each intervention which parameters no optimizer holds; no text for the kind."""
+        """Note, for each intervention, the parameters that no optimizer holds; return no text."""
         holders = self.door.steps.holders()
         for hook in self.door.meet_all(self._places()):
             if missing := _missing(hook, holders):
@@ -228,7 +228,7 @@ def write_value(
         skipped = found_inf.to(param.device) > 0
         keeps = skipped if keeps is None else keeps | skipped
     param.copy_(new if keeps is None else torch.where(keeps, param, new))
-    if torch.is_autocast_cache_enabled():  # it holds casts of the weights before
+    if torch.is_autocast_cache_enabled():  # it holds casts of the old value
         torch.clear_autocast_cache()
 
 

@@ -42,8 +42,8 @@ Arguments = tuple[Args, Keywords]
 
 
 class _Running:
-    """A call that runs: tensors and copies of containers that it must not write to, and itself for
-    each input whose hook asks for the layer.
+    """A running call: tensors and copies of containers that it must not write to, and a `LayerCall`
+    for each input whose hook asks for the layer.
     """
 
     __slots__ = ("containers", "layers", "tensors")
@@ -173,7 +173,7 @@ class _Watched(WatchedCalls):
         return given
 
     def _check_unwritten(self, running: _Running, output: object) -> None:
-        """Refuse a call that wrote to its inputs, and watch the inputs that it returned."""
+        """Refuse a call that wrote to its inputs, and later writes to inputs that it returned."""
         calls = self.thread.calls
         for tensor, version, site in running.tensors:
             if module_hooks.version(tensor) != version:

@@ -70,7 +70,7 @@ def watch_nodes(
         for index, name, call, occurrence in graph.made():
             place = Place(kind, call[:1], held[call[0]], call[1], node=name, occurrence=occurrence)
             if graph.task == FORWARD and graph.owners[0] and graph.owners[0][0] != ROOT:
-                # The calls of a part of the model have no numbers of their own: an error if asked.
+                # A part of the model was called by itself: a selector with `call=` raises here.
                 door.picking_at(replace(place, call=OUTSIDE))
             is_compiled = plain(name) == compiling.COMPILED
             if door.picking_at(place):

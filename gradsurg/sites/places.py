@@ -205,7 +205,7 @@ Things = Mapping[Kind, Sequence[Named]]
 
 @dataclass(eq=False)
 class Memory:
-    """The memory of one attached intervention, as several may share a selector."""
+    """The state of a selector for one attached intervention: several may share the selector."""
 
     stage: Stage | None = None  # of the intervention; None: the first that a selector may have
     # The names at which the selector, and each of its parts, may pick places.
@@ -302,12 +302,12 @@ class Selector(ABC):
     def unmet(
         self, model: nn.Module, memory: Memory, met: "Container[tuple[Kind, str]]"
     ) -> "Iterator[tuple[str, str]]":
-        """Yield the site ids that are expected at near names at which no place was `met`.
+        """Yield the site ids that are expected at the names in `memory.near` without a `met` place.
 
         Each comes with the reason why none will be, empty if it is not known. A place that was not
         picked needs no reason; a place with a negative `occurrence` stands for a missing one.
         """
-        settled: set[str] = set()  # ids and names that need no reason
+        settled: set[str] = set()  # ids and names of rejected places, which need no reason
         for place in memory.rejected:
             settled |= {place.site, place.whole, *[place.name] * (place.occurrence >= 0)}
         for leaf in self.leaves:
@@ -402,7 +402,7 @@ class Leaf(Selector):
 
     @abstractmethod
     def offers(self, named: Named) -> Sequence[str]:
-        """Return the names that places may have which the complement of the selector picks."""
+        """Return the names of the places that this selector or its complement may pick there."""
 
     @abstractmethod
     def picks(self, place: Place) -> bool:
@@ -466,11 +466,11 @@ class Hook(Protocol):
 
     `asks` are the arguments that it needs besides the gradient. `stateful` is the first transform
     or trigger that keeps a state for each site, as text: saved tensors refuse it. `varies` says why
-    it may draw or decide differently in another process, which parts of a sharded gradient must
-    not. `unsteady` says why two calls with the same gradient may have different results, which
-    those of a checkpoint must not. All three may be empty. `moment` is what else determines a
-    result (step, switches, fields), compared by `==` when a checkpoint computes activations again;
-    None once one of the interventions was detached.
+    it may draw or decide differently in another process: parts of a sharded gradient refuse that.
+    `unsteady` says why two calls with the same gradient may have different results: activations in
+    a checkpoint refuse that. All three may be empty. `moment` is what else determines a
+    result (step, switches, fields), compared by `==` when a checkpoint computes activations again.
+    It is None once one of the interventions was detached.
     """
 
     @property
@@ -520,8 +520,8 @@ class PlacesHook(Protocol):
     """One intervention over the places of a list at which it acts.
 
     Called with their gradients (None where there is none), it yields the results in order, one at a
-    time, and an unchanged gradient as it is. It takes the list over, and drops each gradient once
-    its result was yielded. It returns the list itself if nothing acts. A transform of one gradient
+    time, and an unchanged gradient as it is. In the list it replaces each gradient by None once its
+    result was yielded. It returns the list itself if nothing acts. A transform of one gradient
     may be called place by place instead, by `calls`. `order` is the position of the intervention in
     its surgery; `is_new` is True while the surgery, or an optimizer, is being attached.
 
@@ -579,9 +579,9 @@ class Door(Protocol):
     """One attachment, from the view of a kind.
 
     Attributes:
-        stack: Takes the removals of the hooks that are being registered; a kind reads it in `watch`
-            alone.
-        leaves: Takes the removals of hooks on leaf tensors.
+        stack: Takes the functions that remove the hooks being registered; a kind reads it in
+            `watch` alone.
+        leaves: Takes the handles of hooks on leaf tensors.
         steps: The optimizers.
         kept: Values that a kind needs again when it watches anew, by a key of its own.
     """
@@ -597,7 +597,7 @@ class Door(Protocol):
         ...
 
     def picking_at(self, place: Place) -> Sequence[object]:
-        """Return the interventions that pick a place, or part of it: its `item` may be open."""
+        """Return the interventions that pick a place; an empty `item` may be filled in later."""
         ...
 
     def meet(
@@ -609,17 +609,17 @@ class Door(Protocol):
     ) -> Hook | None:
         """Return the hook of a place, None if no intervention acts there; it is cached.
 
-        `value` is the tensor whose gradient will pass: if it needs none, that is noted. With `own`
-        the value itself is hooked, and hooks that act on it already, under another site id, are
-        left out: their sites are the same place. `acted` are the functions of such hooks, if
-        PyTorch does not have them.
+        `value` is the tensor whose gradient will pass: if it needs none, that is noted. `own` says
+        that the value itself will be hooked. Interventions that act on it already at another site
+        are then left out, because both sites are one place. `acted` are the functions by which they
+        act, if these are not among PyTorch's hooks of the tensor.
         """
         ...
 
     def meet_shared(self, places: Sequence[Place]) -> Hook | None:
         """Return the hook of one gradient that passes at several places at once.
 
-        Each intervention acts at the first of them that it picks; the others are names of that.
+        Each intervention acts at the first place that it picks; the others are names of that one.
         """
         ...
 

@@ -76,7 +76,7 @@ def _watch_nodes(kind: Kind, door: Door, found: Sequence[Named], shared: Shared)
 
 
 class _OpenCall:
-    """A running call whose pair of saved-tensor hooks is active, inside `outer`, that of others."""
+    """A running call whose pair of saved-tensor hooks is active; `outer` is the pair around it."""
 
     def __init__(self, modules: "_Modules", place: Place, origins: "_Origins") -> None:
         self.place, self.origins, self.modules = place, origins, ref(modules)
@@ -113,7 +113,7 @@ class _Modules:
         self.kind, self.door = kind, door
         self.thread, self.open = shared.follow(door.stack), _OpenCalls()
         self.origins: WeakKeyDictionary[nn.Module, _Origins] = WeakKeyDictionary()
-        self.met: dict[tuple[Place, int], Met] = {}  # to make no place at each tensor
+        self.met: dict[tuple[Place, int], Met] = {}  # kept, to make no places anew in each step
         door.stack.callback(self.close_all_but)
         hook_calls(door, found, self.enter, self.leave, always=True)
 
@@ -210,7 +210,7 @@ class _Origins:
 
     def _of(self, tensor: Tensor) -> Literal["activations", "parameters", "buffers"]:
         params = [param for table in self.params for param in table.values() if param is not None]
-        # Those of a functional_call.
+        # The tensors that a functional_call puts in the place of parameters.
         given = [param for param in params if not isinstance(param, nn.Parameter)]
         made = {param.grad_fn for param in given} - {None}
         base, node = autograd.base_of(tensor), tensor.grad_fn

@@ -29,7 +29,7 @@ Act = Callable[..., None]
 
 @dataclass(frozen=True)
 class StepActions:
-    """The actions of an intervention around steps of an optimizer, or of several with a group.
+    """The actions of an intervention around steps of one optimizer; for a group, of several.
 
     Args:
         order: The position among the other interventions.
@@ -80,9 +80,9 @@ class OptimizerSteps:
     """The optimizers of a surgery, which step one after another.
 
     A step inside a step, such as `super().step()` in an optimizer that extends another, belongs to
-    the outer one. A group in several optimizers is acted on once in each round of steps. A new
-    round begins with an optimizer that has stepped in this one, or has got gradients since it
-    began.
+    the outer one. A group is the parameters of a group transform. If several optimizers hold them,
+    it acts once in each round of steps. A new round begins with an optimizer that has stepped in
+    this one, or has got gradients since it began.
 
     `clock` is the optimizer whose steps are counted, `copies` has the values of parameters before
     the step that runs.
@@ -95,8 +95,8 @@ class OptimizerSteps:
         self._made: dict[Make, Sequence[StepActions]] = {}
         self._made_for: list[tuple[int, bool]] = []
         self._actions: list[StepActions] = []  # in their order
-        self._waiting: dict[tuple[str, ...], set[Optimizer]] = {}  # to step, by names of a group
-        self._acting: Sequence[Optimizer] = ()  # whose step is being acted on
+        self._waiting: dict[tuple[str, ...], set[Optimizer]] = {}  # yet to step, by a group's names
+        self._acting: Sequence[Optimizer] = ()  # those before whose step an action runs
         self._hooks = ExitStack()  # of the optimizers
         self._notices = ExitStack()  # the hooks that notice new gradients of groups
 
@@ -147,7 +147,7 @@ class OptimizerSteps:
         `make` is called whenever parameters are added, replaced, frozen or thawed.
         """
         self._made[make] = [*made]
-        self._made_for = self._made_for or self._holds()  # if older, it is made anew at a step
+        self._made_for = self._made_for or self._holds()  # if outdated, a step renews it
         stack.callback(self._unhook, make)
         self._arrange()
 
@@ -232,7 +232,7 @@ class OptimizerSteps:
         self, step: _Step, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Act before a step, or have its closure do so."""
-        # If one runs already, this is inside of it, or that one has raised and never ended.
+        # If a step runs already, this one is inside it, or that one has raised and never ended.
         step.depth = autograd.depth_of_steps(optimizer) if step.depth else 1
         if step.depth > 1:
             return None
@@ -258,7 +258,7 @@ class OptimizerSteps:
         return result
 
     def _act(self, step: _Step, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Act on the gradients before a step, and on a group's unless done in this round.
+        """Act on the gradients before a step; for a group, unless it acted in this round.
 
         Raises RuntimeError if they are still scaled.
         """

@@ -49,7 +49,7 @@ class Notebook:
         self.nodes: dict[str, bool] = {}
         self._wanted: dict[Place, bool] = {}
         self._met: set[tuple[Kind, str]] = set()  # names at which there were places
-        self._sites: dict[object, str] = {}  # by the function that PyTorch has
+        self._sites: dict[object, str] = {}  # by the function that PyTorch calls
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -45,7 +45,7 @@ def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
     def make(hook: PlacesHook, optimizer: Optimizer) -> tuple[Act, Act]:
         names = {cast(nn.Parameter, place.thing): place.name for place in hook.places}
         key = f"optimizer{door.steps.optimizers.index(optimizer)}"
-        treated: dict[nn.Parameter, Tensor] = {}  # the gradients
+        treated: dict[nn.Parameter, Tensor] = {}  # gradients, transformed by `act`
         act = actor(hook, Access(write=treated.__setitem__))
 
         def treat(*params: nn.Parameter | None) -> None:

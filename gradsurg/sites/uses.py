@@ -39,7 +39,7 @@ from gradsurg.torch_internals import autograd, compiling
 
 CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
-UNUSED = -1  # the number of a use that there is not
+UNUSED = -1  # instead of the number of a use where there is none
 
 
 class _Watched:
@@ -51,7 +51,7 @@ class _Watched:
         params = [named for named in found if isinstance(named.thing, Tensor)]
         self.modules = self.held.keys() - {name for named in params for name in named.names}
         self.params = [(each.place(USES), ref(each.owners[0]), each.is_frozen) for each in params]
-        # By the places of a tensor, as modules may return the same one, and the number of the use.
+        # By the places of a tensor (several modules may return it) and the number of the use.
         self.hooks: dict[tuple[tuple[Place, ...], int], Hook | None] = {}
 
     def take(self, graph: CallGraph) -> None:
@@ -86,7 +86,7 @@ class _Watched:
                 self.door.picking_at(replace(place, occurrence=UNUSED))
 
     def _reject_hidden(self, graph: CallGraph) -> None:
-        """Have modules without a call refused, if no use is picked: it may be in compiled code."""
+        """Reject a place at each module without a call (perhaps compiled), for an error to list."""
         called = {returned.call[0] for returned in graph.returned}
         for name, held in self.held.items():
             if name not in called and name in self.modules:

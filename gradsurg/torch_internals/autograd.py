@@ -93,7 +93,7 @@ def buffer_table(module: torch.nn.Module) -> dict[str, Any]:
 
 number_of: Callable[[Any], int]
 number_of = needs("torch._C:_FunctionBase._sequence_nr")(methodcaller("_sequence_nr"))
-"""The sequence number of a node: those of one thread grow in the order of their making."""
+"""The sequence number of a node; nodes made later in a thread have higher numbers."""
 
 outputs_of: Callable[[Node], Sequence[Any]]
 outputs_of = needs("torch._C:_FunctionBase._input_metadata")(attrgetter("_input_metadata"))
@@ -142,7 +142,7 @@ def accumulate(grads: Mapping[torch.Tensor, torch.Tensor]) -> None:
 
 @needs("torch.autograd.graph:_engine_run_backward.t_outputs")
 def root_of_nested_backward() -> torch.Tensor | None:
-    """The tensor whose backward runs around the running one; None if that is not nested.
+    """The tensor whose backward is the outermost one; None if backward passes are not nested.
 
     A reentrant checkpoint runs a backward of its own inside. The stack is searched.
     """
@@ -521,7 +521,7 @@ _without_modes: Callable[[], AbstractContextManager[object]] = private(
 def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaves whose hooks do not run: `Tensor::register_hook` of C++ discards them.
 
-    A gradient of zeros passes each leaf, and a single other hook in place of its own.
+    Each leaf's hooks are replaced by a single one for the time of a pass with gradients of zeros.
     """
     tried = [
         leaf

@@ -23,7 +23,7 @@ _tracing = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")
 
 
 class ModuleHook(partial[Any]):
-    """A hook of a module, which becomes one without effect where the module is copied or pickled.
+    """A hook of a module that has no effect in copies and pickles of the module.
 
     A copy made while a surgery is attached, such as an average of the weights, is a plain model.
     """
@@ -71,8 +71,8 @@ def called_when_traced(function: Function) -> Function:
 class LeftOut:
     """Hooks of modules that compiled code does not need, as long as `needed` is empty.
 
-    Dynamo guards on that: code that lacks a hook which is needed now is compiled anew. `has_any`
-    says that there is compiled code without one.
+    Dynamo guards on `needed`: once it is not empty, code that left out a hook is compiled anew.
+    `has_any` says that there is compiled code which left out a hook.
     """
 
     def __init__(self) -> None:

@@ -61,8 +61,8 @@ def preserved(device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def untouched(who: str, device: torch.device, way_out: str) -> Iterator[None]:
-    """Raise RuntimeError if the block draws from a global generator: two arms would no longer see
-    the same batches and the same dropout.
+    """Raise RuntimeError if the block draws from a global generator: runs that are compared would
+    no longer have the same batches and the same dropout.
     """
     before = _fingerprint(device)
     yield

@@ -17,13 +17,13 @@ OTHERS = (
 )
 
 MEANINGS = {
-    "accumulation, not linear": "Several backward passes before a step, of a nonlinear transform.",
-    "vmap": "The transform has a state.",
-    "checkpoint, not repeatable": "The change in the forward pass cannot be repeated.",
+    "accumulation, not linear": "Several backward passes in a step, with a nonlinear transform.",
+    "vmap": "A transform with a state, inside `vmap` or with `is_grads_batched`.",
+    "checkpoint, not repeatable": "The transform may return another value when it is called again.",
     "foreign communication hook": "The model has a `register_comm_hook` of yours.",
     "different averages": "Several `Buckets` of one model, with different `reduce`.",
     "attached in a backward pass": "`attach` or `live.add` is called inside a backward pass.",
-    "DDP, not linear": "Two or more processes and a nonlinear transform, before the average.",
+    "DDP, not linear": "Two or more processes, and a nonlinear transform before the average.",
     "FSDP2, resumed": "The state of a surgery is loaded in another number of processes.",
     "legacy hooks": "The module has a `register_backward_hook`.",
     "edges of a node": "`Nodes(edge=..)` names an input of the operation that has no gradient.",

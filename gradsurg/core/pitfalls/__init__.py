@@ -89,7 +89,7 @@ def listening(kinds: Collection[str]) -> Iterator[type[Pitfall]]:
 
 
 def cells_of(kind: object, stage: str = "") -> list[Cell]:
-    """Return the cells of a kind, as its fields say it, at a stage (its own, if empty)."""
+    """Return the cells of a selector of one kind at a stage, by default the selector's own."""
     modes = ["", *(f".{mode}" for mode in _modes(kind, stage))]
     names = {base.__name__ + mode for base in type(kind).__mro__ for mode in modes}
     return [cell for cell in CELLS if cell.kinds == "*" or cell.kinds in names]
@@ -104,7 +104,7 @@ def _modes(kind: object, stage: str = "") -> list[str]:
 def cell(kind: object, context: str, stage: str = "") -> Cell:
     """Return the cell of a selector, at a stage, in a context. Raises KeyError if it has none.
 
-    A user's kind that has none gets that of another kind.
+    For a user's kind without a cell, return the cell of another kind in this context.
     """
     is_users = not type(kind).__module__.startswith("gradsurg.")
     for each in [*cells_of(kind, stage), *(CELLS if is_users else ())]:

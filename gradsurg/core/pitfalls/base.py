@@ -21,11 +21,12 @@ GRADIENTS = "Outputs Inputs Nodes Uses Captured"
 
 SiteHook = Any
 Operation = Any
-"""Classes of `gradsurg.core`. Any: sites raise errors of pitfalls, so the core is above them."""
+"""Classes of `gradsurg.core`, which pitfalls cannot import: `sites` imports pitfalls, and the core
+imports `sites`."""
 
 
 class Cell(NamedTuple):
-    """The outcome for kinds of site in a context where they do not simply act.
+    """The outcome for kinds of site in a context (a use of PyTorch) where they do not simply act.
 
     `kinds` are names, each alone or as `kind.mode`, or "*" for all. `text` completes
     "<kind>: <text>" with the reason, then the suggestion; names in braces are filled in.

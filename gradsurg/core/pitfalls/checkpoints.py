@@ -15,7 +15,7 @@ from gradsurg.core.pitfalls.base import (
 from gradsurg.torch_internals import autograd
 
 EXAMINED = 4
-"""Gradients of a site in the first step, until it is taken for one in each backward pass."""
+"""The gradients of a site in the first step that are checked for nested backward passes."""
 
 
 class SecondCalls(Pitfall):

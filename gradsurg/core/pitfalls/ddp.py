@@ -10,9 +10,9 @@ from gradsurg.torch_internals import autograd, compiling
 class OneCommunicationHook(Pitfall):
     """A DistributedDataParallel takes one communication hook, which cannot be removed.
 
-    It averages a whole bucket in one way. In the middle of a backward pass some buckets were
-    averaged already. With `static_graph=True` a bucket waits for as many gradients as its
-    parameters had in the first backward pass. A pass for one task has fewer.
+    The hook averages all parameters of a bucket alike. In the middle of a backward pass some
+    buckets were averaged already. With `static_graph=True` a bucket waits for as many gradients as
+    its parameters had in the first backward pass. A pass for one task has fewer.
 
     >>> model = DistributedDataParallel(nn.Linear(1, 1))
     >>> model.register_comm_hook(None, allreduce_hook)

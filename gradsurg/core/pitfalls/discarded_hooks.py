@@ -42,8 +42,8 @@ class DiscardedHooks(Pitfall):
     def _overdue(self, attachment: AttachmentLike, operation: Operation) -> dict[Tensor, str]:
         """The parameters whose hooks did not act when they should have, with their sites.
 
-        A probe of all costs as much as attaching, and a hook that has acted in the last step, or a
-        parameter without a gradient, where no steps are counted, needs none.
+        A probe of all parameters would cost as much as attaching. Left out are parameters whose
+        hook acted in the last step, or, where no steps are counted, those without a gradient.
         """
         step, is_counted = attachment.clock.step, attachment.clock.step != attachment.first_step
         return {

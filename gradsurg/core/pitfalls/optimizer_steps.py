@@ -14,8 +14,8 @@ from gradsurg.torch_internals import autograd
 from gradsurg.triggers.epochs import Epochs
 
 ENOUGH = 2  # steps after which interventions that have not acted are reported
-WATCHED = 8  # parameters, spread over the model
-ENTRIES = 64  # of each, by which it is seen that its value has changed
+WATCHED = 8  # parameters in which changes are noticed, spread over the model
+ENTRIES = 64  # of each of these parameters, compared to notice that its value has changed
 
 
 class StepHooks(Pitfall):
@@ -25,8 +25,8 @@ class StepHooks(Pitfall):
     LBFGS computes many gradients in a step, and curvature from the differences of its weights. The
     step of each of several optimizers ends before the next one begins.
 
-    Steps that are not counted are seen by a few parameters that have changed twice between backward
-    passes.
+    Steps that are not counted are noticed by a few parameters, which have changed twice between
+    backward passes.
 
     >>> weight = torch.ones(1, requires_grad=True); optimizer = torch.optim.LBFGS([weight])
     >>> handle = optimizer.register_step_pre_hook(lambda *_: print("step"))

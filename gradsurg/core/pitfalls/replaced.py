@@ -88,13 +88,13 @@ class Replaced(Pitfall):
             return  # parameters are looked for at each step
         limit = getattr(operation.at, "limit", None)
         if limit and len(operation.memory.admitted.get(operation.at, ())) >= limit:
-            return  # more places are not picked
+            return  # the limit is reached: no further place can be picked
         things = {kind: kind.things(attachment.model) for kind in operation.kinds}
         near = operation.at.search(things, type(operation.memory)(operation.stage))
         known = self._known[operation]
         for kind, named in ((kind, each) for kind, listed in things.items() for each in listed):
             (name, *_), thing, _ = named
-            # Hooks of the process select a new module by the name of its class.
+            # Hooks on all modules of the process select a new module by the name of its class.
             by_class = named._replace(names=(type(thing).__name__,), owners=(thing,))
             is_reached = kind.reaches_new and any(leaf.near(by_class) for leaf in operation.leaves)
             # The uses of a frozen parameter are known once it has a gradient.
