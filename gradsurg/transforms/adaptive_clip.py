@@ -26,8 +26,8 @@ class AdaptiveClip(GroupTransform):
 
     - `z`: a factor of the threshold, or the quantile with `rule=quantile`.
     - `warmup`: the number of first norms, from which the averages m and v (below) start.
-    - `max_norm`: a bound of the norm: in the warm-up of the joint norm of all gradients, also with
-      `of=each`; after it of n, but not with `ratio`.
+    - `max_norm`: in the warm-up, a bound of the joint norm of all gradients, also with `of=each`;
+      after it, a bound of n, except with `ratio`.
     - `of`: whether n is the joint 2-norm of all gradients of a `group`, or the 2-norm of `each`
       gradient.
 
