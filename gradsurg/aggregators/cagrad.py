@@ -56,8 +56,8 @@ class CAGrad(Preferring, Weighting, SolvedOnRows):
     of the gradients, from a QR decomposition in float64. The solver is nonnegative least squares
     (chapter 23 of Lawson and Hanson, Solving Least Squares Problems, 1974) with a ridge of 2e-14.
     The result is exact for the gradients as given, with one exception. 0 counts as in their convex
-    hull if a convex combination of the unit gradients is shorter than eight roundings of their
-    dtype (1e-13 for float64).
+    hull if a convex combination of the unit gradients is shorter than 8 times the `eps` of their
+    dtype (at least 1e-13, as for float64, and at most 1e-3).
 
     >>> rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]])  # the gradients of two tasks
     >>> gs.CAGrad(c=0.5)(rows)

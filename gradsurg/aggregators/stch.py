@@ -21,7 +21,7 @@ from gradsurg.plugins.fields import FieldError, validated
 
 @validated
 class STCH(Preferring, LossWeighting):
-    """Follow a smooth maximum of the weighted losses, mu log Σ_i exp(y_i / mu).
+    """Follow mu log Σ_i exp(y_i / mu), a smooth maximum of the weighted losses y_i.
 
     `preference` is lambda (1 / T each by default) and `ideal` the ideal point z (zero by default),
     one number for each task. A small `mu` follows the worst task alone, a large one the weighted

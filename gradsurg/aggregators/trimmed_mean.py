@@ -19,8 +19,8 @@ MAX_PASSES = 8
 class TrimmedMean(Entrywise):
     """Average each entry over the tasks, without the beta T largest and the beta T smallest values.
 
-    The number of values left out on each side, `beta` T, is rounded up, and at least one or two
-    values are kept. So one or two tasks give their mean, and beta 0.5 the median.
+    The number of values left out on each side, `beta` T, is rounded up, but one value (T odd) or
+    two (T even) always remain. So one or two tasks give their mean, and beta 0.5 the median.
 
     Yin et al., ICML 2018 (arXiv 1803.01498), definition 2; their beta is the share of workers that
     may be faulty, 0.05 and 0.1 in their experiments.

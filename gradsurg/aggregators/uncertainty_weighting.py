@@ -24,16 +24,16 @@ class UncertaintyWeighting(LossWeighting):
     """Divide each loss by the learned variance of its task: w_i = exp(-s_i) / 2.
 
     `likelihood` is the distribution of the errors. `softmax`, for cross-entropy losses, drops the
-    1/2: w_i = exp(-s_i). `laplace`, for absolute errors, follows exp(-s_i) l_i + s_i, so that at
-    rest every w_i l_i is 1.
+    1/2: w_i = exp(-s_i). `laplace`, for absolute errors, has the same w_i and follows w_i l_i +
+    s_i, so that at rest every w_i l_i is 1.
 
     The learned log variance of task i is s_i = log sigma_i^2. It starts at 0 and follows the
     gradient of sum_i w_i l_i + s_i / 2 by plain steps of `lr` after each call; at rest w_i = 1 / (2
     l_i).
 
     Kendall, Gal and Cipolla, CVPR 2018 (arXiv 1705.07115), equations 7 and 10. `laplace` is IMTL-L
-    with s = -s_i (Liu et al., ICLR 2021, "Towards Impartial Multi-task Learning", the loss part),
-    which `aggregator=imtl_l` selects. In the papers the network's optimizer trains s; here s has
+    (Liu et al., ICLR 2021, "Towards Impartial Multi-task Learning", the loss part), whose s is
+    -s_i; `aggregator=imtl_l` selects it. In the papers the network's optimizer trains s; here s has
     its own gradient descent.
 
     Losses must be >= 0: for negative ones s would decrease without bound. A loss far above 1 makes

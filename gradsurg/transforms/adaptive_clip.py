@@ -26,7 +26,8 @@ class AdaptiveClip(GroupTransform):
 
     - `z`: a factor of the threshold, or the quantile with `rule=quantile`.
     - `warmup`: the number of first norms, from which the averages m and v (below) start.
-    - `max_norm`: a bound of the joint norm in the warm-up and, except with `ratio`, of n after it.
+    - `max_norm`: in the warm-up, a bound of the joint norm of all gradients, also with `of=each`;
+      after it, a bound of n, except with `ratio`.
     - `of`: whether n is the joint 2-norm of all gradients of a `group`, or the 2-norm of `each`
       gradient.
 
@@ -42,8 +43,9 @@ class AdaptiveClip(GroupTransform):
     | `quantile` | the quantile z of the last `window` norms and n | AutoClip |
 
     With `zscore` c is infinite for q <= z. In the warm-up `max_norm` is the only bound. m and v
-    start as the mean and the variance of the norms in it. With `ratio` m starts as their minimum,
-    after the clip. `quantile` has no warm-up, and needs `max_norm=None`.
+    start as the mean and the variance of the norms in it. With `ratio` m starts as the minimum of
+    these norms, each scaled as `max_norm` scaled its gradient. `quantile` has no warm-up, and needs
+    `max_norm=None`.
 
     ZClip is by Kumar et al. 2025 (arXiv 2504.02507), whose code scales by c / (n + 1e-6). AdaGC is
     by Wang et al. 2025 (arXiv 2502.11034), whose z is 1.05 and decay 0.98. AutoClip is by

@@ -12,7 +12,7 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 
 @validated
 class AddDecayed(Stateless):
-    """Add the gradient of a penalty on the value w: g + strength * w (`l2`) or sign(w) (`l1`).
+    """Add a penalty's gradient: g + strength * w (`l2`) or g + strength * sign(w) (`l1`).
 
     This is L2 regularization, which differs from decoupled weight decay in adaptive optimizers:
     Loshchilov and Hutter, ICLR 2019 (arXiv 1711.05101), algorithm 1. optax has it as

@@ -66,7 +66,7 @@ class Examples(Protocol):
     """The gradients of the n = `count` examples of a step.
 
     Example i has the gradient g_i, and the row g_i / n for a loss that is a mean, or g_i for a sum.
-    The gradient of the step is the sum of the rows, each times its share.
+    The gradient of the step is the sum of the rows, each times its factor in `shares`.
     """
 
     @property
@@ -121,7 +121,7 @@ class TransformContext:
     | `layer` | at the input of a module: its call, a `LayerCall`; None if not asked for |
     | `gradient` | at `Updates`: the gradient behind the update of the optimizer; otherwise None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
-    | `rank` | number of the process where each has its own gradients; otherwise 0 |
+    | `rank` | number of the process, 0 where the gradients are averaged over the processes |
     | `label` | name of the transform in its surgery; empty outside of one |
     | `part` | place inside another transform, such as `0/placebo` in a chain; empty at the top |
     """

@@ -21,7 +21,7 @@ class Clip(Stateless):
     is the derivative clipping of Graves 2013 (arXiv 1308.0850).
 
     Any shape. Zero stays zero, NaN stays NaN, an infinity becomes ±value, an empty tensor stays
-    empty. A value above the largest number of the dtype is that number.
+    empty. A `value` outside the dtype's range counts as its end.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> with gs.Surgery(gs.Intervention(gs.Clip(0.5))).attach(layer):

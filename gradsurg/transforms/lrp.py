@@ -19,11 +19,11 @@ Change = Callable[[Tensor], Tensor]
 
 @validated
 class LRP(Stateless):
-    """Replace the gradient of a module's input x by R / x, R the relevance that a rule gives to x.
+    """Replace the gradient of a module's input x by x's relevance under a rule, divided by x.
 
-    The relevance of a tensor is its value times its gradient, here and after the backward pass:
-    `x.grad * x` is the explanation of a scalar output. So a module z = f(x) gets R = z e for the
-    gradient e of its output. ReLUs, max pooling and sums conserve relevance without a rule. In the
+    The relevance of a tensor is its value times its gradient. So after the backward pass
+    `x.grad * x` explains a scalar output, and the output of a module z = f(x) has the relevance R =
+    z e, with e its gradient. ReLUs, max pooling and sums conserve relevance without a rule. In the
     rules, f(x; W) is f with the parameters W, x+ is max(x, 0), x- is min(x, 0), and W+ and W- are
     the same of W. A bias is part of W in a term with x+, and is left out of a term with x-.
 
@@ -35,8 +35,8 @@ class LRP(Stateless):
     | `identity` | R, at an elementwise f | Achtibat et al. 2024 (arXiv 2402.05602), eq. 9 |
 
     `gamma` at inputs of both signs: where z > 0 the denominator is f(x+; W + gamma W+) + f(x-; W +
-    gamma W-), where z < 0 it has the opposite signs of the parameters (Andeol et al. 2021; zennit).
-    `epsilon` is added to each denominator with its sign, and is positive at 0.
+    gamma W-), where z < 0 it is f(x+; W + gamma W-) + f(x-; W + gamma W+) (Andeol et al. 2021;
+    zennit). `epsilon` is added to each denominator with its sign, and is positive at 0.
 
     `Inputs` of modules that take and return one tensor; `gamma` and `zplus` at linear and
     convolutional layers. The module's forward runs again in the backward pass, without its hooks,

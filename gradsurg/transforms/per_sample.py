@@ -41,14 +41,14 @@ class PerSample(GroupTransform):
     Args:
 
     - `of`: T or A, which acts on all parameters of the site together. T must have no state, and A
-      must not weight losses like `Mean` and `Sum`.
+      must not be an aggregator that weights losses, such as `Mean` or `Sum`.
     - `noise`: add N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm by C,
       such as `ClipGlobalNorm`.
     - `reduction`: whether the loss is the `mean` or the `sum` over the batch.
 
     The result is Σ T(g_i) / n or A(g_1, ..., g_n) for a loss that is a mean, and n times that for a
-    sum. The batch of a step consists of the examples of all its backward passes. In a mean, the
-    loss of each of K passes is the mean over its own n_k examples, divided by K. T(g_i) then has
+    sum. The batch of a step consists of the examples of all its backward passes. For a mean over K
+    passes, make the loss of each the mean over its own n_k examples, divided by K. Then T(g_i) has
     the weight 1 / (K n_k) in place of 1 / n, and A has the g_i as they are.
 
     With `noise` this is the update of DP-SGD (Abadi et al., CCS 2016, arXiv 1607.00133, algorithm

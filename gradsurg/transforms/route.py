@@ -32,11 +32,11 @@ class Route(Stateless):
     gradient g of the units of part k stays, and the gradient of all other units becomes `outside` *
     g. The gradient of an example whose label is in no group is not changed.
 
-    The labels come from `live.set_example_labels(labels)`, in a run from the task. Use it at an
-    activation, for example `site=outputs site.pattern=encoder`. Labels of shape (n, time)
-    belong to tokens; the gradient then has the shape (n, time, ...) or (n * time, ...), and
-    `axis=-1` has the units in both. Gradient routing of Cloud et al. 2024 (arXiv 2410.04332), with
-    the masks of the paper's autoencoder.
+    Pass the labels to `live.set_example_labels(labels)`; `gradsurg.run` does it. Use it at an
+    activation, for example `site=outputs site.pattern=encoder`. Labels of shape (n, time) belong to
+    tokens; the gradient then has the shape (n, time, ...) or (n * time, ...), and `axis=-1` has the
+    units in both. Gradient routing of Cloud et al. 2024 (arXiv 2410.04332), with the masks of the
+    paper's autoencoder.
 
     At least two axes, of which the first match the labels. Zero stays zero, NaN stays NaN, an
     infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), a tensor without

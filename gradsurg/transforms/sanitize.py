@@ -19,9 +19,9 @@ class Sanitize(Stateless):
     | `clamp` | NaN becomes 0, ±infinity becomes ± the largest finite magnitude of the gradient |
     | `drop` | the whole gradient becomes 0 if one entry is not finite |
 
-    With a `GradScaler` it is refused before stage `step`, where it would hide the overflow of
-    scaled gradients, at which the scaler skips a step. optax's `zero_nans` keeps infinities;
-    `torch.nan_to_num` replaces them by the largest number of the dtype.
+    With a `GradScaler` it is refused at stages before `step`. There it would hide the overflow of
+    scaled gradients, by which the scaler decides to skip a step. optax's `zero_nans` keeps
+    infinities; `torch.nan_to_num` replaces them by the largest number of the dtype.
 
     Any shape; an empty tensor stays empty. The result is finite.
 

@@ -14,11 +14,11 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class TGR(Stateless):
     """Multiply by `factor`, and zero the largest and the smallest entry of each channel.
 
-    The gradient has the shape (..., tokens, channels). In each channel the tokens of one example
-    with the largest and the smallest gradient become zero. Token gradient regularization of Zhang
-    et al., CVPR 2023 (arXiv 2303.15754), for the inputs of the MLPs (factor 0.5) and of the layers
-    of queries, keys and values (0.75) of a vision transformer. The authors take the tokens of the
-    first example for a whole batch, here each example has its own tokens.
+    The gradient has the shape (..., tokens, channels). In each channel of each example two entries
+    become zero, at the tokens with the largest and the smallest gradient. Token gradient
+    regularization of Zhang et al., CVPR 2023 (arXiv 2303.15754), for the inputs of the MLPs (factor
+    0.5) and of the layers of queries, keys and values (0.75) of a vision transformer. The authors
+    take the tokens of the first example for a whole batch, here each example has its own tokens.
 
     Any shape; a vector has one channel, a scalar one token. Of equal extremes the first is zeroed.
     In a channel with a NaN no entry is zeroed. An infinity is an extreme. An empty tensor stays

@@ -28,8 +28,8 @@ class Clock:
     the current backward pass, recorded if a transform needs it. `batch` has the tensors that
     `live.set_batch` was given in this step. `observations` has the result of
     `TensorTrigger.observe` for each trigger in the current forward pass, and `shared` the triggers
-    for which process 0 has observed it. `backwards` counts the calls of `live.backward` where no
-    optimizer counts steps.
+    for which it was replaced by the result in process 0. `backwards` counts the calls of
+    `live.backward` where no optimizer counts steps.
     """
 
     step: int = 0
@@ -221,9 +221,9 @@ class TensorTrigger(Trigger):
     | `batch` | the first tensor among the model's inputs |
     | `input:<module>`, `output:<module>` | the first tensor among a module's inputs or outputs |
 
-    The last three are observed in the forward pass and the observation is kept for the backward
-    pass. If a module is called several times the last call counts; of several forward passes before
-    a backward pass the last counts, with a warning on detach.
+    The batch, inputs and outputs are observed in the forward pass and the observation is kept for
+    the backward pass. If a module is called several times the last call counts; of several forward
+    passes before a backward pass the last counts, with a warning on detach.
     """
 
     source: str

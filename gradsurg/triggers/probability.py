@@ -13,9 +13,9 @@ class Probability(Trigger):
     """Fire with probability `p`, drawn on the host.
 
     `per="step"` draws one number a step for all sites, `per="site"` one a step for each site. The
-    draw is a hash of the surgery's seed, the field `seed` and the step, so that a treated arm and
-    its control draw the same, and triggers with the same `seed` fire together. The global random
-    generators are not used.
+    draw is a hash of the surgery's seed, the field `seed`, the step and, with `per="site"`, the
+    site. So a treated arm and its control draw the same, and triggers with the same `seed` fire
+    together. The global random generators are not used.
     """
 
     p: Annotated[float, Field(ge=0, le=1)]

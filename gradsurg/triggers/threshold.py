@@ -21,7 +21,7 @@ class Threshold(TensorTrigger):
     | `norm` | L2 norm of x |
     | `rms` | square root of the mean of x^2 |
     | `max_abs` | maximum of abs(x) |
-    | `quantile` | `q`-quantile of abs(x): the smallest entry >= a fraction q of them; NaN is last |
+    | `quantile` | `q`-quantile of abs(x): smallest entry >= a fraction q of all; NaN is largest |
     | `nan` | fraction of entries that are NaN |
 
     With `release` the trigger has hysteresis: after it fired at a site it fires there until
