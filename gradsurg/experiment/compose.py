@@ -70,15 +70,14 @@ def again(config: Mapping[str, Any], seed: int, folder: Path) -> str:
     """
     command = f"python -m gradsurg.run --config-dir {folder} --config-name {Path(AGAIN).stem}"
     own = {"seed": seed, "splits": 1, "attribute": False, "tune": None}
-    whole = {"defaults": ["_self_", *QUIET], **config, **own, "hydra": _hydra()}
+    whole = {"defaults": ["_self_", *QUIET], **config, **own, "hydra": _primary()["hydra"]}
     return f"# {command}\n{json.dumps(whole, indent=1)}\n"
 
 
 @cache
-def _hydra() -> object:
-    """Return what `conf/config.yaml` sets of Hydra's own config."""
-    content = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))
-    return content["hydra"]
+def _primary() -> Mapping[str, Any]:
+    """Return the content of `conf/config.yaml`, not composed."""
+    return yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))
 
 
 def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -147,7 +146,14 @@ def _help() -> str:
     loader = GlobalHydra.instance().config_loader()
     options = {group: loader.get_group_options(group) for group in loader.list_groups("")}
     shown = [group for group in options if group not in (PRESETS, RATE, "hydra")]
-    return template({group: options[group] for group in shown})
+    chosen = {
+        group: f" [{option if isinstance(option, str) else ','.join(option)}]"
+        for entry in _primary()["defaults"]
+        if isinstance(entry, Mapping)
+        for group, option in entry.items()
+        if option
+    }
+    return template({group: options[group] for group in shown}, chosen)
 
 
 def _with_key(options: object) -> object:

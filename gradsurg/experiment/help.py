@@ -10,6 +10,21 @@ from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 
+PURPOSES = {
+    "transform": "the change to a gradient; several act in this order. Without a transform and an "
+    "aggregator the plain model is trained, and compared with nothing",
+    "site": "where it acts: parameters, outputs or inputs of modules, autograd nodes, "
+    "activations ..",
+    "when": "the condition under which it acts: steps, epochs, batch size, values .. With an "
+    "aggregator and no transform, the condition under which the aggregator acts",
+    "aggregator": "how the gradients of several tasks become one: pcgrad, cagrad, mgda, upgrad ..",
+    "model": "the network",
+    "task": "the data, the loss and the metrics",
+    "optimizer": "one of torch.optim",
+    "schedule": "the learning rate over the optimizer steps",
+    "logger": "where numbers go, besides the study's files",
+    "experiment": "settings of several groups: a paper's method or a study",
+}
 SCHEMA = Path(__file__).with_name("settings.py")
 INDENT, WIDTH = 23, 79
 MOST_LINES = 3  # of the names of a group
@@ -36,22 +51,7 @@ Flags:
 Groups. Choose one option with group=option, such as site=outputs; defaults
 are in brackets. transform and logger take lists: 'transform=[clip,noise]'.
 
-  transform   the change to a gradient; several act in this order [none].
-              Without a transform and an aggregator the plain model is
-              trained, and compared with nothing
-  site        where it acts: parameters, outputs or inputs of modules,
-              autograd nodes, activations .. [parameters]
-  when        the condition under which it acts: steps, epochs, batch
-              size, values .. With an aggregator and no transform, the
-              condition under which the aggregator acts [steps]
-  aggregator  how the gradients of several tasks become one: pcgrad,
-              cagrad, mgda, upgrad .. [none]
-  model       the network [mlp]
-  task        the data, the loss and the metrics [digits]
-  optimizer   one of torch.optim [sgd]
-  schedule    the learning rate over the optimizer steps [constant]
-  logger      where numbers go, besides the study's files [console,wandb]
-  experiment  settings of several groups: a paper's method or a study
+{purposes}
 
 {groups}
 
@@ -65,8 +65,12 @@ value.
 """
 
 
-def template(options: Mapping[str, Sequence[str]]) -> str:
-    """Return the template of Hydra's help, for the options of each group."""
+def template(options: Mapping[str, Sequence[str]], chosen: Mapping[str, str]) -> str:
+    """Return the template of Hydra's help; `chosen` has the default of a group, as ` [mlp]`."""
+    purposes = "\n".join(
+        folded(f"  {group:<12}", text + chosen.get(group, ""), " " * 14)
+        for group, text in PURPOSES.items()
+    )
     groups = "\n".join(_names(group, names) for group, names in options.items())
     texts = described("Settings") | _below("shared", described("Shared"))
     defaults = _defaults("Settings") | _below("shared", _defaults("Shared"))
@@ -74,7 +78,7 @@ def template(options: Mapping[str, Sequence[str]]) -> str:
         folded(f"  {key:<{INDENT - 2}}", f"{text}{defaults.get(key, '')}", " " * INDENT)
         for key, text in texts.items()
     ]
-    return HEAD.format(groups=groups) + "\n".join(lines) + "\n"
+    return HEAD.format(purposes=purposes, groups=groups) + "\n".join(lines) + "\n"
 
 
 def _names(group: str, names: Sequence[str]) -> str:
@@ -99,8 +103,8 @@ def described(name: str) -> dict[str, str]:
     texts = {}
     for field, below in pairwise(_body(name)):
         match field, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                texts[name] = " ".join(text.split())
+            case ast.AnnAssign(target=ast.Name(key)), ast.Expr(ast.Constant(str(text))):
+                texts[key] = " ".join(text.split())
     return texts
 
 
@@ -109,9 +113,9 @@ def _defaults(name: str) -> dict[str, str]:
     texts = {}
     for field in _body(name):
         match field:
-            case ast.AnnAssign(target=ast.Name(name), value=ast.Constant(value)):
+            case ast.AnnAssign(target=ast.Name(key), value=ast.Constant(value)):
                 shown = value if isinstance(value, str) and value else json.dumps(value)
-                texts[name] = f" [{shown}]"
+                texts[key] = f" [{shown}]"
     return texts
 
 
