@@ -64,8 +64,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Command:
-    """A checked command line. `surgery` has the groups of the treated arm, {} without a transform;
-    `words` are those of gradsurg, `loggers` the group of that name.
+    """A checked command line. `surgery` has the config groups of the treated arm, or is {} without
+    a transform. `words` are gradsurg's own arguments, `loggers` is the config group `logger`.
     """
 
     words: tuple[str, ...]
@@ -80,7 +80,7 @@ class Command:
 
     @property
     def typed(self) -> list[str]:
-        """All words, as facts of the runs."""
+        """All arguments, as typed."""
         call = self.call
         return [*self.words, "--", *["-m"] * call.is_module, call.name, *call.words]
 
