@@ -96,9 +96,8 @@ def load(
 ) -> tuple[nn.Module, Surgery, *tuple[Live, ...]]:
     """Return the model and the surgery of an archive; the state is as it was saved.
 
-    With `attach` the surgery is attached to the model and the third value is the handle that
-    `surgery.start(model)` returns. Call its `bind(optimizer)` once you have an optimizer, and its
-    `close()` at the end.
+    With `attach` the surgery is attached to the model, and the third value is the `live` that
+    `surgery.start(model)` returns: call `live.bind(optimizer)` with yours, and `live.close()`.
 
     Loading runs the code in the archive: ValueError without `trust=True`, and if the file is no
     archive of `save`. A SurgeryWarning names other versions of gradsurg or torch.

@@ -297,16 +297,12 @@ def margin_verdict(
     """Return the relation of the interval from `low` to `high` to a margin around 0.
 
     `equivalent`: the interval lies within +-`margin`, both included. These are the two one-sided
-    tests of Schuirmann (1987), at level 0.025 each for a 95 % interval. Otherwise, if `better` names
-    the good direction, the first that is true of:
-
-    - `better`: the whole interval is on the good side of 0 and `q_value`, if given, is <= 0.05.
-    - `worse by more than the margin`: it is beyond `margin` on the bad side, with the same q.
-    - `worse`: it is on the bad side of 0, with the same q.
-    - `not worse`: it does not reach `margin` on the bad side.
-    - `undecided`: all other cases.
-
-    Without a good direction it is `beyond the margin` (either side, same q) or `undecided`.
+    tests of Schuirmann (1987), at level 0.025 each for a 95 % interval. Otherwise, if `better`
+    names the good direction, it is the first that is true. `better`: the interval is on the good
+    side of 0. `worse by more than the margin`: it is beyond `margin` on the bad side. `worse`: it
+    is on the bad side of 0. These three need a `q_value` of at most 0.05, if one is given. `not
+    worse`: it does not reach `margin` on the bad side. `undecided`: all other cases. Without a good
+    direction it is `beyond the margin` on either side, with the same q, or `undecided`.
     """
     if not 0 <= margin < float("inf"):
         raise ValueError(f"margin_verdict needs a finite margin >= 0. Found {margin}.")
@@ -509,10 +505,9 @@ def chances_of_interval(
     """Return the probabilities that a new 95 % interval of the mean is inside, and is outside.
 
     Inside means from `low` to `high`, outside means wholly outside of it. The interval is the t
-    interval of as many new values, 3 % shorter than the sign-flip test's at n = 8. Each probability
-    is a pair: for new values that are normal with the measured mean and deviation, and with both
-    drawn from their posterior (prior 1 / sigma^2). Uses 20,000 draws with a fixed seed. The values
-    must differ.
+    interval of as many new values, 3 % shorter than the sign-flip test's at n = 8. Each is a pair:
+    for normal values of the measured mean and deviation, and for a mean and a deviation from their
+    posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
     """
     import numpy
 
@@ -544,8 +539,7 @@ def share_interval(count: int, n: int, confidence: float = 0.95) -> tuple[float,
 def chances_of_count(count: int, n: int, inside: Sequence[int]) -> tuple[float, float]:
     """Return the probabilities that a new count of n is among `inside`.
 
-    The first takes the measured share as known (binomial), the second as uncertain (beta-binomial,
-    Jeffreys' prior).
+    The first is binomial with the share count / n, the second beta-binomial with Jeffreys' prior.
     """
     from scipy.stats import betabinom, binom
 

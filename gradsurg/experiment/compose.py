@@ -146,13 +146,8 @@ def _help() -> str:
     loader = GlobalHydra.instance().config_loader()
     options = {group: loader.get_group_options(group) for group in loader.list_groups("")}
     shown = [group for group in options if group not in (PRESETS, RATE, "hydra")]
-    chosen = {
-        group: f" [{option if isinstance(option, str) else ','.join(option)}]"
-        for entry in _primary()["defaults"]
-        if isinstance(entry, Mapping)
-        for group, option in entry.items()
-        if option
-    }
+    entries = [entry for entry in _primary()["defaults"] if isinstance(entry, Mapping)]
+    chosen = {group: option for entry in entries for group, option in entry.items()}
     return template({group: options[group] for group in shown}, chosen)
 
 

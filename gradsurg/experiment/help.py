@@ -10,21 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 
-PURPOSES = {
-    "transform": "the change to a gradient; several act in this order. Without a transform and an "
-    "aggregator the plain model is trained, and compared with nothing",
-    "site": "where it acts: parameters, outputs or inputs of modules, autograd nodes, "
-    "activations ..",
-    "when": "the condition under which it acts: steps, epochs, batch size, values .. With an "
-    "aggregator and no transform, the condition under which the aggregator acts",
-    "aggregator": "how the gradients of several tasks become one: pcgrad, cagrad, mgda, upgrad ..",
-    "model": "the network",
-    "task": "the data, the loss and the metrics",
-    "optimizer": "one of torch.optim",
-    "schedule": "the learning rate over the optimizer steps",
-    "logger": "where numbers go, besides the study's files",
-    "experiment": "settings of several groups: a paper's method or a study",
-}
 SCHEMA = Path(__file__).with_name("settings.py")
 INDENT, WIDTH = 23, 79
 MOST_LINES = 3  # of the names of a group
@@ -51,7 +36,22 @@ Flags:
 Groups. Choose one option with group=option, such as site=outputs; defaults
 are in brackets. transform and logger take lists: 'transform=[clip,noise]'.
 
-{purposes}
+  transform   the change to a gradient; several act in this order [{transform}].
+              Without a transform and an aggregator the plain model is
+              trained, and compared with nothing
+  site        where it acts: parameters, outputs or inputs of modules,
+              autograd nodes, activations .. [{site}]
+  when        the condition under which it acts: steps, epochs, batch
+              size, values .. With an aggregator and no transform, the
+              condition under which the aggregator acts [{when}]
+  aggregator  how the gradients of several tasks become one: pcgrad,
+              cagrad, mgda, upgrad .. [{aggregator}]
+  model       the network [{model}]
+  task        the data, the loss and the metrics [{task}]
+  optimizer   one of torch.optim [{optimizer}]
+  schedule    the learning rate over the optimizer steps [{schedule}]
+  logger      where numbers go, besides the study's files [{logger}]
+  experiment  settings of several groups: a paper's method or a study
 
 {groups}
 
@@ -65,12 +65,8 @@ value.
 """
 
 
-def template(options: Mapping[str, Sequence[str]], chosen: Mapping[str, str]) -> str:
-    """Return the template of Hydra's help; `chosen` has the default of a group, as ` [mlp]`."""
-    purposes = "\n".join(
-        folded(f"  {group:<12}", text + chosen.get(group, ""), " " * 14)
-        for group, text in PURPOSES.items()
-    )
+def template(options: Mapping[str, Sequence[str]], chosen: Mapping[str, object]) -> str:
+    """Return the template of Hydra's help, for the options of each group and the default ones."""
     groups = "\n".join(_names(group, names) for group, names in options.items())
     texts = described("Settings") | _below("shared", described("Shared"))
     defaults = _defaults("Settings") | _below("shared", _defaults("Shared"))
@@ -78,7 +74,8 @@ def template(options: Mapping[str, Sequence[str]], chosen: Mapping[str, str]) ->
         folded(f"  {key:<{INDENT - 2}}", f"{text}{defaults.get(key, '')}", " " * INDENT)
         for key, text in texts.items()
     ]
-    return HEAD.format(purposes=purposes, groups=groups) + "\n".join(lines) + "\n"
+    each = {key: ",".join(one) if isinstance(one, list) else one for key, one in chosen.items()}
+    return HEAD.format(groups=groups, **each) + "\n".join(lines) + "\n"
 
 
 def _names(group: str, names: Sequence[str]) -> str:
