@@ -75,7 +75,7 @@ def check_learning_rates(schedule: LRScheduler | None, steps: int) -> None:
     if schedule is None:
         return
     with warnings.catch_warnings():
-        # PyTorch warns that the optimizer has not made a step, which is meant.
+        # PyTorch warns that the optimizer has not made a step, which is intended.
         warnings.simplefilter("ignore", UserWarning)
         for step in range(min(steps, MAX_CHECKED_STEPS)):
             rates = [float(rate) for rate in schedule.get_last_lr()]
