@@ -83,7 +83,7 @@ class Catalogue(tuple[Entry, ...]):
         """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
         of the terminal; 80 in a pipe without COLUMNS.
 
-        Entries of one group have their properties and a legend, others the name of their group.
+        Entries of one group are shown with their properties and a legend, others as `group=name`.
         """
         columns = width or terminal_width(sys.stdout) or PIPE_WIDTH
         if len({entry.group for entry in self}) == 1:

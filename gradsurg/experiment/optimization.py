@@ -38,9 +38,9 @@ def sequence(
     schedulers: Sequence[Callable[[Optimizer], LRScheduler]],
     milestones: Sequence[int],
 ) -> SequentialLR:
-    """Return a `torch.optim.lr_scheduler.SequentialLR` of `schedules`.
+    """Return a `torch.optim.lr_scheduler.SequentialLR` of `schedulers`.
 
-    Each schedule is a function of the optimizer, such as Hydra makes from `_partial_: true`. It
+    Each scheduler is a function of the optimizer, such as Hydra makes from `_partial_: true`. It
     ends at its milestone, a number of steps.
     """
     return SequentialLR(optimizer, [make(optimizer) for make in schedulers], [*milestones])

@@ -88,9 +88,9 @@ def announce(experiments: Sequence[Experiment]) -> None:
 
 
 def edited_lines(jobs: Iterable[Job]) -> list[str]:
-    """Return a line for each user's file that was edited since a run with this label and seed.
+    """Return a line for each file of the user that was edited since a run of equal label and seed.
 
-    For each job the first run that depends on such files is looked up, if it is new.
+    Of each job only the first run that depends on such files is looked up, and only if it is new.
     """
     lines: dict[str, None] = {}
     trained: dict[str, dict[str, Mapping[str, object]]] = {}  # earlier configs, by label and seed

@@ -80,8 +80,8 @@ def power_lines(experiments: Sequence[Experiment]) -> list[str]:
     """Return a warning if the seeds or splits are too few for significance with so many arms, and
     the difference that the seeds can detect, a line for each task and model.
 
-    None if nothing is compared or known. Control runs do not show the spread between splits, and a
-    study with `until` compares numbers of steps.
+    Empty if nothing is compared or known. There is no such difference for splits, whose spread
+    control runs do not show, or with `until`, because such a study compares numbers of steps.
     """
     pairs = [
         (pair.treated, each)
@@ -177,10 +177,10 @@ def _size(effect: float, is_share: bool) -> str:
 def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
     """Return the metric of the verdict, and its spread in finished plain controls.
 
-    They have the task and the model of `run`. Three choices are tried in order:
-    runs of the same training, runs with its optimizer and number of steps, all runs with its
-    optimizer. The first with enough runs is taken, otherwise the first with two, otherwise runs of
-    other optimizers. A seed counts once, even if several studies or measured sites have it.
+    They have the task and the model of `run`. Three choices are tried in order: runs of the same
+    training, runs with its optimizer and number of steps, all runs with its optimizer. The first
+    choice with enough runs is taken, otherwise the first with two runs, otherwise runs of other
+    optimizers. A seed counts once, even if several studies or measured sites have it.
     """
     # The parts of `config.yaml` are compared as text: parsing YAML takes milliseconds a file.
     task, model = (config_text({key: run.identity[key]}) for key in ("task", "model"))

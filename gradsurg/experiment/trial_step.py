@@ -245,7 +245,7 @@ class _Trial:
 
 
 def _update(optimizer: Optimizer, device: torch.device) -> None:
-    """Step an optimizer; FieldError of its own if it cannot."""
+    """Step an optimizer. Raises a FieldError about the optimizer if it cannot."""
     if device.type != "cpu":  # the trial is made on the CPU
         for group in optimizer.param_groups:
             group |= {"capturable": False} if "capturable" in group else {}

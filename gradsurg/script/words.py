@@ -1,4 +1,4 @@
-"""The command line: gradsurg's words, `--`, and the script with its own words."""
+"""The command line: gradsurg's arguments, `--`, and the script with its own arguments."""
 
 import re
 import shlex
@@ -35,7 +35,7 @@ FILL = re.compile(r"\{(seed|arm|out)\}")
 
 @dataclass(frozen=True)
 class Call:
-    """A script, or with `is_module` a module, and its words."""
+    """A script, or with `is_module` a module, and its arguments."""
 
     name: str
     words: tuple[str, ...]
@@ -58,7 +58,7 @@ class Call:
         return replace(self, words=(*words, option))
 
     def filled(self, **values: object) -> list[str]:
-        """Return the words with the seed, the arm and the folder of a run."""
+        """Return the arguments with the seed, the arm and the folder of a run filled in."""
         return [FILL.sub(lambda found: str(values[found[1]]), word) for word in self.words]
 
 
@@ -174,7 +174,7 @@ def _typed(own: Sequence[str], script: Sequence[str]) -> str:
 
 
 def _fault(word: str) -> str:
-    """Return the fault of a word of gradsurg's; empty if its key is known."""
+    """Return the fault of an argument of gradsurg's; empty if its key is known."""
     if word in ("-m", "--multirun") or (SWEEP.fullmatch(word) and not word.startswith("tune=")):
         key = word.partition("=")[0]
         return f"{key}: one value a command; with the same study= the next shares its control runs"
