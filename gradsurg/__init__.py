@@ -40,7 +40,7 @@ HOMES = {
     "outcome": "script.recorder",
     "sequence": "experiment.optimization",
 }
-"""The modules of what stands in no catalogue; none of them is named like what it gives."""
+"""Where to find public names that are not plug-ins. No module has the name of its object."""
 
 
 def __getattr__(name: str) -> Any:  # Any: the classes of every folder, found by their file's name
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:  # Any: the classes of every folder, found by
                 found = find(kind, stem)
                 if found.__name__ == name:
                     return found
-    # With these two Python itself adds what was meant.
+    # With `name` and `obj` Python adds "Did you mean: ...?" to the message.
     said = f"module 'gradsurg' has no attribute '{name}'"
     raise AttributeError(said, name=name, obj=sys.modules[__name__])
 

@@ -32,7 +32,7 @@ COLUMNS += ("verdict", "margin", "median", "effect size", "diverged")
 class Comparison:
     """The outcomes of the treated and the control arm, one mapping of numbers per seed.
 
-    The first number carries the verdict. Numbers whose name has "accuracy" are shares of 1.
+    The verdict is about the first number. Numbers with "accuracy" in their name are fractions of 1.
     `margin` is the largest difference without practical importance, such as "0.5pp", 0.02 or "2%"
     of the control. `against` is the name of the control arm. A seed in which any number is not
     finite in either arm counts as diverged, and is in no mean.
@@ -80,7 +80,7 @@ class Comparison:
     def table(self) -> str:
         """Return the means of both arms and their paired differences as text, one row a number.
 
-        The interval inverts the sign-flip test; below 6 seeds it is the range.
+        The interval inverts the sign-flip test; with fewer than 6 seeds the range is shown instead.
         """
         from gradsurg.report.tables import fitted, outcome_table
 
@@ -109,13 +109,13 @@ def compare(
     Args:
         make_model: Returns a new model.
         train: `train(model, surgery)` attaches the surgery it is given, trains, and returns a
-            number or a dict of numbers, of which the first carries the verdict.
-        seeds: With fewer than 6 no exact test can be significant.
-        control: `plain` gets an empty surgery. `norm_matched` gets the plain gradient at the norm
-            of the treated one, `update_norm_matched` the same of the optimizer's update. `placebo`
-            gets the norm of the treated gradient and its cosine to the plain one in a random
-            direction.
-        margin: Asks for equivalence within this difference, as in `Comparison`.
+            number or a dict of numbers. The verdict is about the first number.
+        seeds: The number of seeds. With fewer than 6 no exact test can be significant.
+        control: `plain` trains with an empty surgery. `norm_matched` scales the plain gradient to
+            the norm of the treated one, `update_norm_matched` the optimizer's plain update to the
+            norm of the treated update. `placebo` has the norm of the treated gradient and its
+            cosine to the plain one, in a random direction.
+        margin: Tests for equivalence within this difference, as in `Comparison`.
 
     Needs the extra `run`; ImportError without it. Raises ValueError if `seeds` < 1, if the control
     is unknown or not for this surgery, if the margin is not a number, if the surgery was never

@@ -1,13 +1,13 @@
 """The configs as a package, `pkg://gradsurg.conf`: in a checkout the folder conf/ beside gradsurg/.
 
-A wheel holds that folder in the place of this module, which Python then passes over.
+A wheel has a folder gradsurg/conf/ too; Python then imports that folder instead of this module.
 """
 
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 assert __spec__ is not None
-# Hydra reads a package by the folder of its loader, not by its `__path__`.
+# Hydra looks for a package in the folder of its loader, not in its `__path__`.
 __file__ = str(Path(__file__).resolve().parents[1] / "conf" / "__init__.py")
 __path__ = [str(Path(__file__).parent)]
 __spec__.loader = SourceFileLoader(__name__, __file__)

@@ -28,8 +28,8 @@ NOT_PACKAGED += (TypeError, AttributeError, ValueError)
 
 @dataclass(frozen=True)
 class Contents:
-    """The modules whose code is in an archive, those it imports where it is loaded, and those that
-    it replaces by mocks, which raise when they are used.
+    """The modules of an archive: those whose code is in it (`captured`), those that it imports from
+    the environment in which it is loaded, and those replaced by mocks, which raise when used.
     """
 
     captured: tuple[str, ...]
@@ -55,9 +55,9 @@ def save(
 
     The code of modules that belong to no installed package, such as your own transforms, is
     captured; gradsurg, torch and installed packages are left to the environment. `intern`, `extern`
-    and `mock` are patterns of module names (`my_package.**`) that come first. Hooks on parameters
-    are not stored, with a SurgeryWarning. Raises ValueError if the model or the surgery is
-    attached, or if an object, a module or a pattern cannot be packaged.
+    and `mock` are patterns of module names (`my_package.**`) that override this. Hooks on
+    parameters are not stored, with a SurgeryWarning. Raises ValueError if the model or the surgery
+    is attached, or if an object, a module or a pattern cannot be packaged.
     """
     of_params = {name: tensor_tables(param) for name, param in model.named_parameters()}
     tables = [*chain(*map(module_tables, model.modules()), *of_params.values())]
@@ -96,8 +96,8 @@ def load(
 ) -> tuple[nn.Module, Surgery, *tuple[Live, ...]]:
     """Return the model and the surgery of an archive; the state is as it was saved.
 
-    With `attach` the surgery is attached to the model and the third value is the handle that
-    `surgery.start(model)` returns: `live.bind(optimizer)` when there is one, `live.close()`.
+    With `attach` the surgery is attached to the model, and the third value is the `live` that
+    `surgery.start(model)` returns: call `live.bind(optimizer)` with yours, and `live.close()`.
 
     Loading runs the code in the archive: ValueError without `trust=True`, and if the file is no
     archive of `save`. A SurgeryWarning names other versions of gradsurg or torch.

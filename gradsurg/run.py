@@ -1,6 +1,6 @@
 """Train an experiment from the command line: python -m gradsurg.run transform=clip.
 
-Hydra composes the config of each job. `experiment/overrides.py` checks the words before,
+Hydra composes the config of each job. Before, `experiment/overrides.py` checks the arguments;
 `experiment/hydra_errors.py` explains Hydra's errors; `experiment/sweep.py` starts and ends a sweep.
 Modules that import torch are imported in functions, so that `--help` and the error for a wrong name
 are fast.
@@ -116,10 +116,10 @@ def job(config: DictConfig) -> float | None:
         experiment = _of_sweep(config) if sweeping else _alone(config)
         if experiment.settings.steps and not experiment.settings.dry_run:
             _train(experiment, sweeping)
-    except ConfigError as error:  # in a sweep: a launcher's process lacks what this one has
+    except ConfigError as error:  # in a sweep: only if a launcher's process differs from this one
         tell(str(error))
         code = WRONG_INPUT
-    except Exception:  # a fault of gradsurg itself: those of runs and of configs end in one line
+    except Exception:  # a bug in gradsurg; errors of runs and configs end in one line
         traceback.print_exc()
         code = FAILED
     else:
@@ -138,7 +138,7 @@ def _train(experiment: "Experiment", sweeping: bool) -> None:
         if not train(experiment, words, in_sweep=False):
             sys.exit(FAILED)
     elif not _is_launched():
-        train(experiment, words, in_sweep=True, wait=False)  # `Sweep` trains the busy ones
+        train(experiment, words, in_sweep=True, wait=False)  # `Sweep` does the waiting
     else:
         interrupt_at_time_limit()
         try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MIN_INTERVAL_SEEDS = 3
-"""Smallest n of a t interval: that of two differences is 13 standard deviations wide."""
+"""Smallest n of a t interval: for n = 2 it is 18 standard deviations wide."""
 MIN_FOR_P = 6
 """Smallest n with which the sign-flip test can reach 0.05."""
 MAX_P = 0.05
@@ -28,7 +28,7 @@ _RANK_COST = 0.2
 _NUM_QUANTILES = 2_000
 
 MAX_COMPARED_DOSES = 20
-"""Doses of a trend that are all compared with each other; of more, neighbours are."""
+"""Up to this number of doses a trend compares all pairs; above it only neighbours."""
 
 ROUNDING = 1e-12
 """Relative difference up to which two numbers count as equal."""
@@ -136,11 +136,11 @@ def sign_test_p_value(higher: int, lower: int) -> float:
 
 
 def seeds_needed(arms: int, level: float = 0.05) -> int:
-    """Return the smallest n with which one of `arms` treated arms that differs alone can be found.
+    """Return the smallest n with which a single one of `arms` treated arms can be found to differ.
 
     After `benjamini_hochberg` over the arms, its sign-flip p-value, at least 2 / 2^n, must be at
-    most `level` / `arms`. Arms that share the smallest p-value divide it by their number, so that
-    `MIN_FOR_P` seeds can be enough if all arms differ.
+    most `level` / `arms`. If k arms have the smallest p-value, k `level` / `arms` is enough, so
+    that `MIN_FOR_P` seeds can suffice if all arms differ.
     """
     return ceil(log2(2 * arms / level) - 1e-9)
 
@@ -296,13 +296,13 @@ def margin_verdict(
 ) -> str:
     """Return the relation of the interval from `low` to `high` to a margin around 0.
 
-    `equivalent`: it lies within +-`margin`, both included; by the two one-sided tests of Schuirmann
-    (1987), at level 0.025 each if the interval is one of 95 %. Otherwise, if `better` names the
-    good direction: `better`, it lies beyond 0 on the good side; `worse by more than the margin`,
-    beyond `margin` on the bad side; `worse`, beyond 0 there. These three need a `q_value` of at
-    most 0.05, if one is given. In all other cases `not worse`, if it does not reach `margin` on the
-    bad side, or `undecided`. Without a good direction it is `beyond the margin`, on either side,
-    with the same q, or `undecided`.
+    `equivalent`: the interval lies within +-`margin`, both included. These are the two one-sided
+    tests of Schuirmann (1987), at level 0.025 each for a 95 % interval. Otherwise, if `better`
+    names the good direction, it is the first that is true. `better`: the interval is on the good
+    side of 0. `worse by more than the margin`: it is beyond `margin` on the bad side. `worse`: it
+    is on the bad side of 0. These three need a `q_value` of at most 0.05, if one is given. `not
+    worse`: it does not reach `margin` on the bad side. `undecided`: all other cases. Without a good
+    direction it is `beyond the margin` on either side, with the same q, or `undecided`.
     """
     if not 0 <= margin < float("inf"):
         raise ValueError(f"margin_verdict needs a finite margin >= 0. Found {margin}.")
@@ -323,13 +323,13 @@ def margin_verdict(
 def detectable_effect(n: int, sd: float, power: float = 0.8, level: float = MAX_P) -> float | None:
     """Return the smallest true mean that the sign-flip test of n differences finds at a level.
 
-    It finds it with probability `power` if the differences are normal with standard deviation `sd`.
-    None if n is too small to reach the level (for 0.05, n < 6). Use `level` = 0.05 / m if of m arms
-    one alone differs, after `benjamini_hochberg`. Where only n equal signs reach it, the effect is
-    exact. Otherwise it is the t test's effect (noncentral t) at the largest p-value of the
-    sign-flip test below the level. It is divided by 1 - 0.2 / k^1.5 for the k p-values up to there,
-    because few p-values cost power. This fit is within 2 % of effects simulated for a power of 0.8
-    and n from 7 to 10.
+    The test finds it with probability `power` if the differences are normal with standard deviation
+    `sd`. None if n is too small to reach the level (for 0.05, n < 6). Use `level` = 0.05 / m for
+    the only one of m arms that differs, after `benjamini_hochberg`. The effect is exact if only n
+    equal signs reach the level. Otherwise it is the t test's effect (noncentral t) at the largest
+    p-value that the sign-flip test has within the level. It is divided by 1 - 0.2 / k^1.5 if the
+    test has k p-values within the level, because few p-values cost power. This fit is within 2 % of
+    effects simulated for a power of 0.8 and n from 7 to 10.
     """
     if not 0 < power < 1:
         raise ValueError(f"power must be between 0 and 1. Found {power}.")
@@ -369,7 +369,7 @@ def equivalence_power(n: int, sd: float, margin: float) -> float | None:
 
 
 def _attained(n: int, level: float) -> tuple[int, float]:
-    """Return the number of p-values of the exact sign-flip test up to a level, and the largest."""
+    """Return how many p-values the sign-flip test has up to a level, and the largest of these."""
     if not sign_flip_is_exact(n):
         return floor(level * NUM_SIGN_DRAWS), level
     rank = floor(level * 2 ** (n - 1) * (1 + ROUNDING))
@@ -398,9 +398,9 @@ def power(n: int, sd: float, effect: float) -> float:
 class Trend:
     """Change of the outcome from the smallest to the largest dose, in its unit, over n seeds.
 
-    `interval` is the interval of this change, `p_value` tests a monotone contrast of all doses. If
-    the highest or the lowest mean is inside, `peak` is its dose, `extreme` says which of both it
-    is, and `peak_p` is the larger p-value of its differences to the two ends.
+    `interval` is the interval of this change, `p_value` tests a monotone contrast of all doses.
+    `peak` is the dose between the ends that has the `extreme` mean, the highest or the lowest, if
+    there is one. `peak_p` is the larger p-value of its differences to the two ends.
     """
 
     n: int
@@ -414,7 +414,7 @@ class Trend:
 
 
 def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
-    """Return the monotone trend of outcomes over two or more doses, or their peak inside.
+    """Return the monotone trend of outcomes over two or more doses, or the peak between the ends.
 
     `by_seed[i]` holds the outcomes, or differences to the control, of seed i, one a dose. The test
     is the sign-flip test of a contrast with the maximin coefficients of Abelson and Tukey (1963),
@@ -428,7 +428,7 @@ def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
     roots = [sqrt(j * (1 - j / k)) for j in range(k + 1)]
     weights = [roots[j] - roots[j + 1] for j in range(k)]
     ordered = [[y for _, y in sorted(zip(doses, ys, strict=True))] for ys in by_seed]
-    # The positive and the negative part apart: equal outcomes have a contrast of 0 exactly.
+    # Positive and negative weights are summed separately, so equal outcomes give exactly 0.
     upper, lower = (
         [fsum(max(sign * w, 0) * y for w, y in zip(weights, ys, strict=True)) for ys in ordered]
         for sign in (1, -1)
@@ -464,7 +464,7 @@ def _direction(
 def _peak(
     doses: Sequence[float], columns: Sequence[Sequence[float]]
 ) -> tuple[float | None, Literal["highest", "lowest", ""], float | None]:
-    """Return dose, kind and p-value of the mean inside that is farthest beyond both ends."""
+    """Return dose, kind and p-value of the mean farthest above or below the means of both ends."""
     first, *inside, last = (fmean(column) for column in columns)
     above = max(inside, default=first) - max(first, last)
     below = min(first, last) - min(inside, default=first)
@@ -491,8 +491,8 @@ def _differences(treated: Sequence[float], control: Sequence[float]) -> tuple[fl
         0.0 if isclose(a, b, rel_tol=ROUNDING) else a - b
         for a, b in zip(treated, control, strict=True)
     ]
-    # 0.7 - 0.6 and 0.9 - 0.8 are not the same number, but the same difference: up to the rounding
-    # of the smallest pair, because one pair near overflow makes no tie of the others.
+    # 0.7 - 0.6 and 0.9 - 0.8 are ties in spite of rounding. The tolerance depends on the smallest
+    # pair: relative to a pair near overflow all other differences would be ties.
     smallest = min(max(abs(a), abs(b)) for a, b in zip(treated, control, strict=True))
     if max(differences) - min(differences) <= ROUNDING * smallest:
         differences = [differences[0]] * len(differences)
@@ -506,8 +506,8 @@ def chances_of_interval(
 
     Inside means from `low` to `high`, outside means wholly outside of it. The interval is the t
     interval of as many new values, 3 % shorter than the sign-flip test's at n = 8. Each is a pair:
-    values are drawn from a normal distribution of the measured mean and deviation, and of both from
-    their posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
+    for normal values of the measured mean and deviation, and for a mean and a deviation from their
+    posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
     """
     import numpy
 
@@ -539,7 +539,7 @@ def share_interval(count: int, n: int, confidence: float = 0.95) -> tuple[float,
 def chances_of_count(count: int, n: int, inside: Sequence[int]) -> tuple[float, float]:
     """Return the probabilities that a new count of n is among `inside`.
 
-    Binomial, and beta-binomial with Jeffreys' prior.
+    The first is binomial with the share count / n, the second beta-binomial with Jeffreys' prior.
     """
     from scipy.stats import betabinom, binom
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 
 UNSHOWN = ("memory", "decay")
 Order = NDArray[np.int64]
@@ -30,10 +30,10 @@ def places(aggregator: object, memory: Sequence[str], tasks: Sequence[str], coun
         raise FieldError(aggregator, [("memory", text)])
     current = [name for name in tasks if name not in memory]
     if len(current) > 1:
-        unknown = [name for name in memory if name not in tasks]
+        wrong = [name for name in memory if name not in tasks]
         text = f"must name all losses but one, {', '.join(current)} are not named"
-        if unknown:
-            text = f"there is no loss '{unknown[0]}'. {nearest(unknown[0], list(tasks))}"
+        if wrong:
+            text = unknown(f"there is no loss '{wrong[0]}'", wrong[0], tasks)
         raise FieldError(aggregator, [("memory", text)])
     memories = iter(range(1, count + 1))
     return np.array([0 if name in current else next(memories) for name in tasks])

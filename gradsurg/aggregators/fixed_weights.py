@@ -16,7 +16,7 @@ from gradsurg.aggregators.base import (
     LossWeighting,
 )
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 
 Weights = Annotated[tuple[float, ...], Field(min_length=1)]
 
@@ -113,8 +113,8 @@ class FixedWeights(LossWeighting):
             raise FieldError(self, [("weights", text)])
         for name in named:
             if name not in tasks:
-                near = nearest(name, list(tasks))
-                raise FieldError(self, [("weights", f"there is no task '{name}'. {near}")])
+                text = unknown(f"there is no task '{name}'", name, tasks)
+                raise FieldError(self, [("weights", text)])
         for task in tasks:
             if task not in named:
                 given = ", ".join(named)

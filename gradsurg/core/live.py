@@ -14,7 +14,7 @@ from gradsurg.core.intervention import Intervention
 from gradsurg.core.operation import Operation
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.sites.selection import one_scan
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import SKIPPED
@@ -230,7 +230,7 @@ class Live:
         self.attachment.check_open()
         flags = list(dict.fromkeys(part.flag for item in self.interventions for part in item.flags))
         if flag not in flags:
-            raise LookupError(f"no trigger asks for a Flag '{flag}'. {nearest(flag, flags)}")
+            raise LookupError(unknown(f"no trigger asks for a Flag '{flag}'", flag, flags))
         if not isinstance(on, bool):
             raise TypeError(f"on: must be True or False, found {on!r}")
         # One assignment, which is safe from any thread. `Flag` is asked at each gradient, so that
@@ -342,8 +342,8 @@ class Live:
                 return operation
         if label in attachment.aggregators:
             raise ValueError(f"give gs.Surgery another: aggregator '{label}' is fixed in the block")
-        listed = nearest(label, [operation.label for operation in attachment.operations])
-        raise LookupError(f"there is no intervention '{label}'. {listed}")
+        labels = [operation.label for operation in attachment.operations]
+        raise LookupError(unknown(f"there is no intervention '{label}'", label, labels))
 
     def __enter__(self) -> Self:
         self.dropped_warning.clear()

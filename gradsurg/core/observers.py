@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import SelectionError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, TensorTrigger
 
@@ -187,6 +187,6 @@ def _module(model: nn.Module, name: str, trigger: TensorTrigger) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     modules["root"] = modules.pop("")
     if name not in modules:
-        text = f"there is no module '{name}'. {nearest(name, list(modules))}"
+        text = unknown(f"there is no module '{name}'", name, list(modules))
         raise SelectionError(trigger, "source", text, repr(trigger))
     return modules[name]

@@ -56,9 +56,9 @@ from gradsurg.triggers.steps import Steps
 def build(config: Config, trial: bool = True) -> Experiment:
     """Build every object of an experiment, and try one training step.
 
-    Raises ConfigError with the errors of all values or, if there are none, of their combinations
-    or, if there are none, of the trial step. Without `trial`, and if all runs have finished, there
-    is no trial step.
+    First the values are checked, then their combinations, then the trial step. Raises ConfigError
+    with all errors of the first of these that has any. There is no trial step without `trial`, or
+    if all runs have finished.
     """
     errors = ErrorCollector(check_settings_of(config))
     if not all(isinstance(config.get(key), Mapping) for key in REQUIRED):
@@ -113,7 +113,7 @@ def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn
 def _with_all_arms(
     experiment: Experiment, data: Data, model: nn.Module, errors: ErrorCollector
 ) -> Experiment:
-    """Return the experiment with the shorter chains, the splits and the tuning that it asks for."""
+    """Return the experiment with the runs that `attribute`, `splits` and `tune` ask for."""
     settings, config, item = experiment.settings, experiment.config, experiment.intervention
     _check_number_of_runs(experiment)
     if settings.attribute and item is not None:
@@ -176,7 +176,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # a wait, before anything is trained
+        torch.zeros(1, device=device).item()  # waits, so that an error of the device comes here
     except (RuntimeError, AssertionError, NotImplementedError):
         raise ValueError(f"there is no '{name}' here; auto takes what there is") from None
     return device
@@ -213,7 +213,7 @@ def _check_combinations(
 
 
 def _rules(experiment: Experiment, data: Data) -> Iterator[tuple[str, object, str]]:
-    """Yield a key, whether its value fits no other, and the fault then."""
+    """Yield a key, whether its value breaks a rule, and the error to report if it does."""
     settings, device = experiment.settings, experiment.device.type
     count, size, batches = data.epoch_size, settings.batch_size, settings.accumulate
     yield "batch_size", size > count, f"must be <= {count} examples, found {size}"

@@ -43,15 +43,15 @@ NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
 ARXIV = "https://arxiv.org/abs/"
 PIPE_WIDTH = 80
-PART = 4  # letters of a word that may be a part of another: `sam` does not mean `same`
+PART = 4  # letters from which a word is searched inside other words: `sam` must not find `same`
 
 
 @dataclass(frozen=True)
 class Entry:
     """One option of a config group, `group=name` on the command line.
 
-    `target` is its class. `preset_of` is the option named like the class, if this is another option
-    of it. `paper` is a citation and `url` its page, `fields` the content of the yaml file and
+    `target` is its class. `preset_of` is the option that is named like this class, if it is another
+    one. `paper` is a citation and `url` its page, `fields` the content of the yaml file and
     `also` other words for it. A transform `needs` inputs besides the gradient; it or a kind of site
     acts at `stages`.
     """
@@ -83,7 +83,7 @@ class Catalogue(tuple[Entry, ...]):
         """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
         of the terminal; 80 in a pipe without COLUMNS.
 
-        Entries of one group have their properties and a legend, others the name of their group.
+        Entries of one group are shown with their properties and a legend, others as `group=name`.
         """
         columns = width or terminal_width(sys.stdout) or PIPE_WIDTH
         if len({entry.group for entry in self}) == 1:

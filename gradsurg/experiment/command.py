@@ -144,7 +144,7 @@ class Command:
 def with_shared_loggers(experiment: Experiment) -> Experiment:
     """Return the experiment with the loggers that earlier jobs of this process have made.
 
-    If none of them shows progress, as with `logger=none`, there is one that does nothing else.
+    If none of them shows progress, for example with `logger=none`, a Console that does is added.
     """
     loggers = experiment.loggers
     if not any(isinstance(each.logger, ProgressLogger) for each in loggers):
@@ -155,7 +155,7 @@ def with_shared_loggers(experiment: Experiment) -> Experiment:
 
 @contextmanager
 def only_trials_told() -> Iterator[None]:
-    """Print the answer of the report to runs that are all trials of a search: none is compared."""
+    """Print the message of a NotAStudy: a report raises it if all runs are trials of a search."""
     from gradsurg.report.load import NotAStudy
 
     try:

@@ -45,7 +45,7 @@ VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") e
 
 
 def register() -> None:
-    """Register the names of plug-ins and the help with OmegaConf."""
+    """Register the resolvers of our configs with OmegaConf: names of plug-ins, and the help."""
     name = "register_new_resolver" if VERSION_BASE else "register_resolver"  # of OmegaConf 2.4
     getattr(OmegaConf, name)("gradsurg.name", name_of, replace=True)
     getattr(OmegaConf, name)("gradsurg.help", _help, replace=True)
@@ -54,13 +54,13 @@ def register() -> None:
 def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
     """Return the resolved config of these overrides. Raises what Hydra raises, and ConfigError."""
     register()
-    # In an app of Hydra's the app is there already, and is again afterwards.
+    # Inside another app of Hydra, `initialize` would fail: put that app aside meanwhile.
     app, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(CONFIG_DIR), **VERSION_BASE):
             return plain(compose("config", list(words)))
     finally:
-        GlobalHydra.instance().hydra = app  # the instance is another one now
+        GlobalHydra.instance().hydra = app  # `initialize` has replaced the instance
 
 
 def again(config: Mapping[str, Any], seed: int, folder: Path) -> str:
@@ -70,15 +70,14 @@ def again(config: Mapping[str, Any], seed: int, folder: Path) -> str:
     """
     command = f"python -m gradsurg.run --config-dir {folder} --config-name {Path(AGAIN).stem}"
     own = {"seed": seed, "splits": 1, "attribute": False, "tune": None}
-    whole = {"defaults": ["_self_", *QUIET], **config, **own, "hydra": _hydra()}
+    whole = {"defaults": ["_self_", *QUIET], **config, **own, "hydra": _primary()["hydra"]}
     return f"# {command}\n{json.dumps(whole, indent=1)}\n"
 
 
 @cache
-def _hydra() -> object:
-    """Return what `conf/config.yaml` sets of Hydra's own config."""
-    content = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))
-    return content["hydra"]
+def _primary() -> Mapping[str, Any]:
+    """Return the content of `conf/config.yaml`, not composed."""
+    return yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))
 
 
 def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -147,11 +146,13 @@ def _help() -> str:
     loader = GlobalHydra.instance().config_loader()
     options = {group: loader.get_group_options(group) for group in loader.list_groups("")}
     shown = [group for group in options if group not in (PRESETS, RATE, "hydra")]
-    return template({group: options[group] for group in shown})
+    entries = [entry for entry in _primary()["defaults"] if isinstance(entry, Mapping)]
+    chosen = {group: option for entry in entries for group, option in entry.items()}
+    return template({group: options[group] for group in shown}, chosen)
 
 
 def _with_key(options: object) -> object:
-    """Put a user's option that lies at the top of its file under a key, as those of gradsurg."""
+    """Put a user's object at the top of a file under a key, where gradsurg's files have theirs."""
     if not isinstance(options, Mapping) or any(map(_is_node, options.values())):
         return options
     return {name_of(options).rpartition(".")[2]: options} if _is_node(options) else options

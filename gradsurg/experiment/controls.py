@@ -16,8 +16,8 @@ ArmKind = Literal["treated", "control", "norm_matched", "update_norm_matched", "
 ActingControl = Literal["norm_matched", "update_norm_matched", "placebo"]
 """Controls that change gradients; the plain control changes none.
 
-`norm_matched` has the direction of the plain gradient and the norm of the treated one,
-`update_norm_matched` the same of the optimizer's update. `placebo` has the norm of the treated
+`norm_matched` scales the plain gradient to the norm of the treated one, `update_norm_matched` the
+optimizer's plain update to the norm of the treated update. `placebo` has the norm of the treated
 gradient and its cosine to the plain one, in a random direction."""
 
 

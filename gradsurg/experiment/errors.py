@@ -92,7 +92,7 @@ def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def leaves(value: object, *keys: str) -> Iterator[tuple[str, object]]:
-    """Yield each value in nested mappings and lists that is none of these, with its key."""
+    """Yield the values inside nested mappings and lists, each with its dotted key."""
     match value:
         case Mapping() | list():
             items = value.items() if isinstance(value, Mapping) else enumerate(value)

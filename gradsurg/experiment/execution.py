@@ -332,7 +332,7 @@ class _OpenRun:
         run = self.run
         if isinstance(run.task, Examined) and not self.log.diverged:
             self._examined = self._examination(run.task)
-        if run.task.trajectory_metric_names:  # of all tests, also before a resume
+        if run.task.trajectory_metric_names:  # rows of the whole run, also from before a resume
             rows, epoch = self.directory.read_rows(METRICS), self.batches.steps_per_epoch
             numbers = run.task.trajectory_metrics(rows, epoch)
             self._examined |= {f"test/{name}": value for name, value in numbers.items()}

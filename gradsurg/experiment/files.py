@@ -74,9 +74,9 @@ def drafts(folder: Path) -> list[Path]:
 
 @contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold the lock of a folder in a block; yield whether it was obtained, always with `wait`.
+    """Hold the lock of a folder in a block; yield whether it was obtained.
 
-    The drafts in the folder are then of killed processes, and are removed.
+    With `wait` it always is. Drafts in the folder, left over from killed processes, are removed.
     """
     from filelock import FileLock, Timeout  # only the runner locks
 

@@ -150,8 +150,8 @@ def _pairs(config: Any) -> list[tuple[str, Any]]:  # Any: what YAML can hold
 
 
 def _items(config: Config, errors: ErrorCollector, name: str = "") -> Iterator[Intervention]:
-    """Yield the interventions of one mapping, as they are written in Python: one transform is no
-    chain, and default names are left out.
+    """Yield the interventions of one mapping as a user would write them in Python: a single
+    transform is not in a chain, and default names are left out.
     """
     node = config.get("transform")
     given = {**config, "transform": {"": node}} if _is_node(node) else config

@@ -82,7 +82,7 @@ class Grid:
 
     def finer(self, count: int) -> "Grid | None":
         """Return a grid of `count` points: more learning rates in the same range, equally spaced on
-        a logarithmic scale. None if no rate is an axis, or if there is no such number of rates.
+        a logarithmic scale. None if no rate is an axis, or if no number of rates gives `count`.
         """
         rates = next((axis.values for axis in self.axes if axis.is_rate), ())
         number, rest = divmod(count * len(rates), len(self))

@@ -36,21 +36,21 @@ Flags:
 Groups. Choose one option with group=option, such as site=outputs; defaults
 are in brackets. transform and logger take lists: 'transform=[clip,noise]'.
 
-  transform   the change to a gradient; several act in this order [none].
+  transform   the change to a gradient; several act in this order [{transform}].
               Without a transform and an aggregator the plain model is
               trained, and compared with nothing
   site        where it acts: parameters, outputs or inputs of modules,
-              autograd nodes, activations .. [parameters]
+              autograd nodes, activations .. [{site}]
   when        the condition under which it acts: steps, epochs, batch
               size, values .. With an aggregator and no transform, the
-              condition under which the aggregator acts [steps]
+              condition under which the aggregator acts [{when}]
   aggregator  how the gradients of several tasks become one: pcgrad,
-              cagrad, mgda, upgrad .. [none]
-  model       the network [mlp]
-  task        the data, the loss and the metrics [digits]
-  optimizer   one of torch.optim [sgd]
-  schedule    the learning rate over the optimizer steps [constant]
-  logger      where numbers go, besides the study's files [console,wandb]
+              cagrad, mgda, upgrad .. [{aggregator}]
+  model       the network [{model}]
+  task        the data, the loss and the metrics [{task}]
+  optimizer   one of torch.optim [{optimizer}]
+  schedule    the learning rate over the optimizer steps [{schedule}]
+  logger      where numbers go, besides the study's files [{logger}]
   experiment  settings of several groups: a paper's method or a study
 
 {groups}
@@ -65,8 +65,8 @@ value.
 """
 
 
-def template(options: Mapping[str, Sequence[str]]) -> str:
-    """Return the template of Hydra's help, for the options of each group."""
+def template(options: Mapping[str, Sequence[str]], chosen: Mapping[str, object]) -> str:
+    """Return the template of Hydra's help, for the options of each group and the default ones."""
     groups = "\n".join(_names(group, names) for group, names in options.items())
     texts = described("Settings") | _below("shared", described("Shared"))
     defaults = _defaults("Settings") | _below("shared", _defaults("Shared"))
@@ -74,7 +74,8 @@ def template(options: Mapping[str, Sequence[str]]) -> str:
         folded(f"  {key:<{INDENT - 2}}", f"{text}{defaults.get(key, '')}", " " * INDENT)
         for key, text in texts.items()
     ]
-    return HEAD.format(groups=groups) + "\n".join(lines) + "\n"
+    each = {key: ",".join(one) if isinstance(one, list) else one for key, one in chosen.items()}
+    return HEAD.format(groups=groups, **each) + "\n".join(lines) + "\n"
 
 
 def _names(group: str, names: Sequence[str]) -> str:
@@ -99,8 +100,8 @@ def described(name: str) -> dict[str, str]:
     texts = {}
     for field, below in pairwise(_body(name)):
         match field, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                texts[name] = " ".join(text.split())
+            case ast.AnnAssign(target=ast.Name(key)), ast.Expr(ast.Constant(str(text))):
+                texts[key] = " ".join(text.split())
     return texts
 
 
@@ -109,9 +110,9 @@ def _defaults(name: str) -> dict[str, str]:
     texts = {}
     for field in _body(name):
         match field:
-            case ast.AnnAssign(target=ast.Name(name), value=ast.Constant(value)):
+            case ast.AnnAssign(target=ast.Name(key), value=ast.Constant(value)):
                 shown = value if isinstance(value, str) and value else json.dumps(value)
-                texts[name] = f" [{shown}]"
+                texts[key] = f" [{shown}]"
     return texts
 
 

@@ -13,11 +13,10 @@ MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to 
 
 
 def idle_notes(surgery: Surgery, live: Live, effects_every: int) -> tuple[dict[str, str], bool]:
-    """Return a note for each transform that changed no entry at the steps that were measured, and
-    for each that may skip steps; and whether none of all transforms changed an entry.
+    """Return notes with their details, and whether no transform changed an entry.
 
-    Each note is given with its details: quantiles of |g| and bounds that would have changed some
-    gradients, or the number of steps.
+    A transform that changed no entry at the measured steps has a note, with quantiles of |g| and
+    bounds that would have changed some. One that may skip steps has a note with their number.
     """
     where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
     skipped, notes = live.skipped_steps, dict[str, str]()

@@ -31,7 +31,7 @@ def train(experiment: Experiment, words: Sequence[str], in_sweep: bool, wait: bo
     run failed, or if a transform made NaN or infinity in it.
     """
     if not gc.get_freeze_count():
-        gc.freeze()  # to look through all modules for cycles takes a second in all, and finds none
+        gc.freeze()  # else collections look through all modules: a second in total, for no cycle
     pairs = _tuned(experiment, words)
     if pairs is None:
         return False

@@ -1,4 +1,4 @@
-"""Make the objects of a composed config by Hydra's `instantiate`, and tell every fault by its key.
+"""Make the objects of a composed config by Hydra's `instantiate`; report each fault by its key.
 
 Hydra stops at the first fault and writes its key into prose. Here each node is a mapping with a
 `_target_`; a function of a gradient can stand in the place of the class of a transform.
@@ -25,7 +25,7 @@ Made = TypeVar("Made")
 Node = Mapping[str, Any]  # Any: what YAML can hold
 Faults = Iterator[tuple[str, str]]
 FOLDERS = {Transform: "transforms", Selector: "sites", Trigger: "triggers"}
-"""The folder of the classes that are meant by a wrong name; otherwise that of aggregators."""
+"""The folder whose classes an error suggests for a wrong name; for other bases `aggregators`."""
 GET_OBJECT = "hydra.utils.get_object"
 
 
@@ -168,7 +168,7 @@ def _a(base: type) -> str:
 
 
 def _missing(target: str, base: type, error: ImportError) -> str:
-    """Return the fault of a dotted path to nothing, with the classes that may be meant."""
+    """Return the fault of a path that does not exist, with the classes that may be meant."""
     if target.startswith("gradsurg.") and target.count(".") == 1:
         folder = FOLDERS.get(base, "aggregators")
         classes = [find(folder, stem).__name__ for stem in names(folder)]
@@ -187,8 +187,8 @@ def _found(node: Node) -> Any:  # Any: what a dotted path names
 
 
 def _may_be(target: type, base: type) -> bool:
-    """Whether a class may be of a kind. A task may be of any class with data, and a transform of
-    any whose instances are callable.
+    """Whether a class can stand where a `base` is needed. Every class can be a task, and every
+    class with callable instances a transform.
     """
     if base is Task or issubclass(target, base):
         return True

@@ -38,9 +38,9 @@ def sequence(
     schedulers: Sequence[Callable[[Optimizer], LRScheduler]],
     milestones: Sequence[int],
 ) -> SequentialLR:
-    """Return a `torch.optim.lr_scheduler.SequentialLR` of `schedules`.
+    """Return a `torch.optim.lr_scheduler.SequentialLR` of `schedulers`.
 
-    Each schedule is a function of the optimizer, such as Hydra makes from `_partial_: true`. It
+    Each scheduler is a function of the optimizer, such as Hydra makes from `_partial_: true`. It
     ends at its milestone, a number of steps.
     """
     return SequentialLR(optimizer, [make(optimizer) for make in schedulers], [*milestones])
@@ -75,7 +75,7 @@ def check_learning_rates(schedule: LRScheduler | None, steps: int) -> None:
     if schedule is None:
         return
     with warnings.catch_warnings():
-        # PyTorch warns that the optimizer has not made a step, which is meant.
+        # PyTorch warns that the optimizer has not made a step, which is intended.
         warnings.simplefilter("ignore", UserWarning)
         for step in range(min(steps, MAX_CHECKED_STEPS)):
             rates = [float(rate) for rate in schedule.get_last_lr()]

@@ -68,7 +68,7 @@ def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
     """Yield an error for each key with two values: Hydra silently takes the last one."""
     first: dict[str, str] = {}
     for word in words:
-        key = word.partition("=")[0].lstrip("+")  # `~key` with `+key=` replaces a node: no fault
+        key = word.partition("=")[0].lstrip("+")  # `~key +key=..` is allowed: it replaces a node
         if "=" in word and not word.startswith("-") and first.setdefault(key, word) != word:
             yield f"{key}: is given twice, {first[key]} and {word}"
 

@@ -86,9 +86,8 @@ def _look_up(path: object) -> None:
 
 
 def _spec(module_name: str) -> ModuleSpec | None:
-    """Return the spec of a module without importing its packages; None if it is unknown.
-
-    Raises ImportError if there is none.
+    """Return the spec of a module without importing its packages. Raises ImportError if there is no
+    such module; None if only an import can tell, for example of a module made at run time.
     """
     first, *others = module_name.split(".")
     try:

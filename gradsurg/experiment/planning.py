@@ -30,7 +30,7 @@ from gradsurg.experiment.trial_step import step_seconds
 from gradsurg.plugins.messages import printable, tell, terminal_width
 
 ANNOUNCED_RUNS = 100  # for more runs the number and the least time are printed at the start
-ANNOUNCED_SECONDS = 3600  # and so they are for fewer runs that take longer than this
+ANNOUNCED_SECONDS = 3600  # the same for fewer runs that take longer than this
 TIMED_STEPS = 10_000  # with fewer steps in all none is timed: timing takes a few steps itself
 
 STATES: dict[RunState, str] = {
@@ -88,9 +88,9 @@ def announce(experiments: Sequence[Experiment]) -> None:
 
 
 def edited_lines(jobs: Iterable[Job]) -> list[str]:
-    """Return a line for each user's file that was edited since a run with this label and seed.
+    """Return a line for each file of the user that was edited since a run of equal label and seed.
 
-    For each job the first run that depends on such files is looked up, if it is new.
+    Of each job only the first run that depends on such files is looked up, and only if it is new.
     """
     lines: dict[str, None] = {}
     trained: dict[str, dict[str, Mapping[str, object]]] = {}  # earlier configs, by label and seed
@@ -135,7 +135,7 @@ def plan_runs(
         if state in ENDED:
             directory.add_facts(facts[path])
         elif directory.is_foreign:
-            state = "failed"  # `execute` tells the link
+            state = "failed"  # `execute` reports which link
         else:
             with directory.lock(wait=force) as alone:
                 if alone and force:

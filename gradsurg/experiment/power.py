@@ -1,4 +1,4 @@
-"""The difference that a command can find, told before training from the spread of earlier runs."""
+"""The difference that a command can find, estimated before training from earlier runs' spread."""
 
 import json
 import re
@@ -38,7 +38,7 @@ SHOWN = {
     "steps": "{} steps",
     "validation": "validation {}",
 }
-"""The settings that a line states if they differ; others are named alone."""
+"""Settings whose values a line states if they differ; of others it states the name only."""
 Values = dict[str, Any]  # Any: YAML's values
 
 
@@ -52,9 +52,9 @@ class Controls:
 
 @dataclass(frozen=True)
 class Spread:
-    """The standard deviation over seeds, pooled over trainings, of `runs` (a text).
+    """The standard deviation over seeds, pooled over trainings, and the mean of all outcomes.
 
-    `mean` is that of all outcomes.
+    `runs` describes the runs in words.
     """
 
     sd: float
@@ -64,7 +64,7 @@ class Spread:
 
     @classmethod
     def of(cls, groups: Sequence[Controls], wanted: Values) -> "Spread | None":
-        """Pool groups of two or more runs, and name differences to `wanted`; None without any."""
+        """Pool groups of two or more runs, or return None; `runs` names differences to `wanted`."""
         if not groups:
             return None
         several = [[*each.outcomes.values()] for each in groups]
@@ -80,8 +80,8 @@ def power_lines(experiments: Sequence[Experiment]) -> list[str]:
     """Return a warning if the seeds or splits are too few for significance with so many arms, and
     the difference that the seeds can detect, a line for each task and model.
 
-    None if nothing is compared or known. Control runs do not show the spread between splits, and a
-    study with `until` compares numbers of steps.
+    Empty if nothing is compared or known. There is no such difference for splits, whose spread
+    control runs do not show, or with `until`, because such a study compares numbers of steps.
     """
     pairs = [
         (pair.treated, each)
@@ -125,8 +125,8 @@ def arm_text(identity: Mapping[str, Any]) -> str:  # Any: any JSON value
 
 
 def _told(metric: str, spread: Spread, seeds: int, arms: int, margin: str | None) -> str:
-    """Return the difference that so many seeds can find, or with a margin their chance to show that
-    equal arms are equivalent.
+    """Return a line with the difference that `seeds` can find, or, with a margin, with the share of
+    studies in which equal arms are found equivalent.
 
     The arms of a seed share weights and batches: if their outcomes are alike, more is found.
     """
@@ -177,10 +177,10 @@ def _size(effect: float, is_share: bool) -> str:
 def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
     """Return the metric of the verdict, and its spread in finished plain controls.
 
-    They have the task and the model of `run`. Three choices are tried in order:
-    runs of the same training, runs with its optimizer and number of steps, all runs with its
-    optimizer. The first with enough runs is taken, otherwise the first with two, otherwise runs of
-    other optimizers. A seed counts once, even if several studies or measured sites have it.
+    They have the task and the model of `run`. Three choices are tried in order: runs of the same
+    training, runs with its optimizer and number of steps, all runs with its optimizer. The first
+    choice with enough runs is taken, otherwise the first with two runs, otherwise runs of other
+    optimizers. A seed counts once, even if several studies or measured sites have it.
     """
     # The parts of `config.yaml` are compared as text: parsing YAML takes milliseconds a file.
     task, model = (config_text({key: run.identity[key]}) for key in ("task", "model"))

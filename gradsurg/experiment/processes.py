@@ -127,7 +127,8 @@ def _clear(error: BaseException | None) -> None:
     They include the wrapped model, which keeps connections open: until these are closed, the other
     processes wait for this one.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # destructors swallow it
+    # A destructor would swallow the exception that the handler of SIGTERM raises.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -129,10 +129,9 @@ class RunDirectory:
     def lock(self, wait: bool = True) -> Iterator[bool]:
         """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
-        If another process has it, for example to train a shared control, wait, or yield False if
-        not `wait`.
-        The lock of a killed process is free. Raises ForeignLink for a link out of the study's
-        folder, before anything is written.
+        If another process has it, for example to train a shared control, wait, or without `wait`
+        yield False. The lock of a killed process is free. Raises ForeignLink for a link out of the
+        study's folder, before anything is written.
         """
         self.check_links()
         with locked(self.path / LOCK, wait) as obtained:
@@ -150,7 +149,7 @@ class RunDirectory:
     def add_facts(self, facts: Values) -> None:
         """Add the controls and the margin in `facts` to the facts of a finished run.
 
-        `margin_after` then marks a margin that is younger than the outcome.
+        If the margin is new or has changed, `margin_after` says that it came after the outcome.
         """
         before = known(self.path / FACTS)
         after = merged_facts(before, {**before, "controls": facts.get("controls") or {}})
@@ -242,7 +241,7 @@ class RunDirectory:
         return checkpoint["state"]
 
     def clear(self) -> None:
-        """Remove the files of this run but its facts; others, as those of W&B, stay too."""
+        """Remove the files of this run except `run.json`; files of others, such as W&B, stay."""
         own = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, CONFIG, ERROR)
         for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # without its summary it is unfinished
             (self.path / name).unlink(missing_ok=True)

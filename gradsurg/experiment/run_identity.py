@@ -46,7 +46,7 @@ MAX_LABEL = 80
 PACKAGE = Path(__file__).parents[1]
 
 ADDED = {"reduce": "mean", "on_nonfinite": "propagate"}
-"""Fields of `shared` that are later than others: their defaults are not part of an identity."""
+"""Fields of `shared` added later: at these values they are left out, so old identities stay."""
 
 CONSTANT = {"name": "constant"}
 """The value in an identity if there is no schedule."""
@@ -236,7 +236,7 @@ def _imports(module: str, file: Path, _modified: int) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             around = package[: len(package) - node.level + 1] if node.level else []
             base = [*around, *filter(None, [node.module])]
-            names += [".".join([*base, alias.name]) for alias in node.names]  # or a name in one
+            names += [".".join([*base, alias.name]) for alias in node.names]  # perhaps a class
     parts = [name.split(".") for name in names]
     parts = [each for each in parts if each[0] not in sys.stdlib_module_names]
     return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}

@@ -1,7 +1,7 @@
 """The reader of a run's files: their content, or a BrokenFile that names the file and the fault.
 
-A missing file is None or has no rows. A reader of many runs tells a BrokenFile, one line, and goes
-on with the others.
+A missing file is None or has no rows. A reader of many runs prints the one line of a BrokenFile,
+and goes on with the other runs.
 """
 
 import json

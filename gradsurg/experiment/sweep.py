@@ -211,7 +211,7 @@ def _composed(
 
 
 def _first_of(words: Sequence[str]) -> list[str]:
-    """Return overrides with the first of several options, and without intervals of numbers."""
+    """Return the overrides with their first values only, without those that sweep an interval."""
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     known = (one for one in parser.parse_overrides([*words]) if not one.is_interval_sweep())
     return [_values(override, MAX_RUNS)[0] for override in known]

@@ -218,7 +218,7 @@ class _Trial:
 
     @property
     def _surgery(self) -> Surgery:
-        """The surgery of the run, acting; without a transform it also looks at the sites."""
+        """The run's surgery, always acting. If it has no transform, Identity looks at the sites."""
         items = [replace(item, when=_Acting(item.when)) for item in self.experiment.interventions]
         items = items or [*self.run.surgery.interventions]
         if self.experiment.interventions and self.experiment.intervention is None:
@@ -236,7 +236,7 @@ class _Trial:
         return f"transform.{item.names[0]}" if len(item.names) == 1 else "transform"
 
     def silence(self, entries: Sequence[Entry]) -> str:
-        """Return a sentence on sites without a gradient; empty if one has passed."""
+        """Return a sentence if no gradient has passed at any site, otherwise an empty string."""
         if any(entry.calls for entry in entries):
             return ""
         sites = ", ".join(entry.site for entry in entries) or repr(self.experiment.selector)
@@ -245,7 +245,7 @@ class _Trial:
 
 
 def _update(optimizer: Optimizer, device: torch.device) -> None:
-    """Step an optimizer; FieldError of its own if it cannot."""
+    """Step an optimizer. Raises a FieldError about the optimizer if it cannot."""
     if device.type != "cpu":  # the trial is made on the CPU
         for group in optimizer.param_groups:
             group |= {"capturable": False} if "capturable" in group else {}

@@ -223,9 +223,9 @@ class Tuning:
         return "the control" if label == "none" else label
 
     def _arm_hash(self, role: str) -> str:
-        """Return a hash of an arm without the values of its grid: a wider grid replaces a file.
+        """Return a hash of an arm without its grid's values, so a wider grid replaces the file.
 
-        An arm with a finer grid is tuned beside one treatment, whose hash it has too.
+        An arm with a finer grid is tuned for one treatment, so its hash depends on it too.
         """
         run, arm = self._run(role), self.arms[role]
         identity: Mapping[str, object] = run.identity

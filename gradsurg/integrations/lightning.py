@@ -27,8 +27,8 @@ class SurgeryCallback(pl.Callback):
     of the surgery is saved in each checkpoint and restored from it. Effects and conflicts are
     logged by the module, every `log_every_n_steps` of the trainer; `log` is passed to
     `live.effects.numbers`. With manual optimization `self.surgery.backward(losses)` in
-    `training_step` replaces `self.manual_backward(loss)`; a loss scale of `precision="16-mixed"` is
-    in it. With several optimizers the first one counts steps.
+    `training_step` replaces `self.manual_backward(loss)`, and applies the loss scale of
+    `precision="16-mixed"`. With several optimizers the first one counts steps.
     """
 
     def __init__(self, surgery: Given = None, *, effects_every: int = 1, log: str = AUTO) -> None:

@@ -54,7 +54,7 @@ class Console(ProgressLogger):
     A terminal shows two bars, which are removed at the end: the current run with its loss and
     speed, and the command's runs with the time left. A notebook shows one line that is updated.
     Elsewhere (a pipe, a file, CI, `TERM=dumb`, `!command` in a notebook) and in the processes of a
-    launcher only the lines of ended runs are printed, there with the number of their job.
+    launcher only the lines of ended runs are printed, in a launcher's with the number of the job.
     `NO_COLOR` leaves out colours. With `lines=False` no line is printed for an ended run: nothing
     of the progress remains.
     """

@@ -40,7 +40,7 @@ PANELS = {
     "conflict": ("conflict_rate", "cosine_to_mean", "norm_to_mean"),
     "others": (),
 }
-"""The numbers with a panel by default, by the first part of their names; other names have one."""
+"""Last parts of the names that get a panel, by first part; with another first part all do."""
 
 _log = logging.getLogger("gradsurg")
 

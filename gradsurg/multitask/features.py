@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.multitask.graph import leaf_of, reachable, with_nodes_below
 from gradsurg.plugins.fields import SelectionError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.sites.selection import names_of
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import compiling
@@ -177,7 +177,7 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
     """Return the module with this name. Raises SelectionError if there is none."""
     modules = {alias: module for module, names in names_of(model).items() for alias in names}
     if name not in modules:
-        text = f"there is no module '{name}'. {nearest(name, list(modules))}"
+        text = unknown(f"there is no module '{name}'", name, list(modules))
         raise SelectionError("SharedParameters", "features", text)
     return modules[name]
 

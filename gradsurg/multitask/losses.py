@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import FieldError, SelectionError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.triggers.base import Clock
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class BackwardCall:
         for each in self.task_specific:
             for part in each.named_tasks:
                 if part.task not in names:
-                    near = nearest(part.task, list(names))
-                    text = f"there is no loss '{part.task}' in the first live.backward. {near}"
+                    fault = f"there is no loss '{part.task}' in the first live.backward"
+                    text = unknown(fault, part.task, names)
                     raise SelectionError(part, "task", text, f"{each.label}: {part!r}")
 
     def check_stateless(self, num_tasks: int) -> None:

@@ -72,9 +72,9 @@ class ExampleSource:
 
     `numbers()` has the means of `NUMBERS` over the measured steps, of the gradients g_i of the loss
     of single examples. The noise scale is tr(S) / |G|²: McCandlish et al. 2018, arXiv 1812.06162,
-    appendix A.1 with batches of 1 and n. Both are unbiased estimates from the mean of |g_i|² and
-    the norm of the mean of g_i, each averaged over the steps. The scale is left out if the estimate
-    of |G|² is not positive.
+    appendix A.1 with batches of 1 and n. The unbiased estimates of tr(S) and |G|² are made from the
+    mean of |g_i|² and the norm of the mean of g_i, each averaged over the steps. The scale is left
+    out if the estimate of |G|² is not positive.
     """
 
     def __init__(self, recorder: Recorder, transform: Transform) -> None:
@@ -164,8 +164,8 @@ def plan_of(transform: Transform, model: nn.Module, sites: Sequence[str]) -> str
 class ExampleGradients:
     """The gradients of the `count` examples of a step, for the parameters of a group.
 
-    Rows times shares sum to the gradient: with a loss that is the mean over the batch, row i is the
-    gradient of the loss of example i, divided by the number of examples.
+    With a loss that is the mean over the batch, row i is the gradient of the loss of example i,
+    divided by the number of examples. The sum of the rows, each times its share, is the gradient.
     """
 
     recorder: Recorder
@@ -189,9 +189,9 @@ class ExampleGradients:
 
     @property
     def shares(self) -> Tensor | None:
-        """The share of each example, (n,): the size of an average pass over the size of its own.
+        """The share of each example, (n,): the mean size of the passes over the size of its pass.
 
-        None if all are 1.
+        None if all are 1, as with passes of equal size.
         """
         return self._shares
 
@@ -237,7 +237,7 @@ class ExampleGradients:
     def rows(self, scale: float) -> Iterator[list[Tensor]]:
         """Yield the rows times `scale`, some examples at a time: (k, *shape) for each parameter.
 
-        There are few enough at a time that their memory is used again.
+        All rows together could exceed the memory: there are at most `ENTRIES` entries at a time.
         """
         width = sum(param.numel() for param in self.params.values())
         size = max(1, ENTRIES // max(1, width))

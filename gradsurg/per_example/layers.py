@@ -123,8 +123,8 @@ class ConvolutionRule(Rule):
         return self._convolved(call, call.grad * weights.view(-1, *[1] * (call.grad.ndim - 1)))
 
     def _convolved(self, call: LayerCall, dy: Tensor, count: int = 1) -> Tensor:
-        """Return the gradient of the weight for output gradients `dy`; of `count` examples one
-        after another, as those of one example with groups of channels for each of them."""
+        """Return the gradient of the weight, summed over the examples. With `count` > 1 return it
+        for each example: the examples become groups of channels of a single one."""
         layer: Module = call.layer
         (x, padding), weight = self._padded(call), layer.weight
         if count > 1:

@@ -36,9 +36,9 @@ class BackwardRecord:
 class Recorder:
     """Hooks on a model's modules, and the records of the backward passes since `clear`.
 
-    Layers with a rule are recorded one by one, other modules with parameters of their own and the
-    model itself as a unit. The first axis of every tensor has the examples; a layer whose input has
-    another length there is not recorded.
+    The calls of layers with a rule are recorded as LayerCalls. Those of the model itself and of
+    other modules with parameters of their own are recorded as UnitCalls. The first axis of every
+    tensor has the examples; a layer whose input has another length there is not recorded.
     """
 
     def __init__(self, model: nn.Module, stack: ExitStack) -> None:

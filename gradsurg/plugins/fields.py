@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
-from gradsurg.plugins.messages import nearest, unknown
+from gradsurg.plugins.messages import unknown
 
 Class = TypeVar("Class", bound=type)
 
@@ -246,4 +246,4 @@ def _fault(details: ErrorDetails, names: list[str]) -> tuple[str, str]:
 def _too_many(names: list[str], places: list[str]) -> str:
     if places:
         return f"takes at most {len(places)} values without a name: {', '.join(places)}"
-    return f"takes no values without a name. {nearest('', names)}" if names else "takes no values"
+    return unknown("takes no values without a name", "", names) if names else "takes no values"

@@ -57,30 +57,12 @@ def printable(text: str) -> str:
 
 
 def typed_command(module: str) -> str:
-    """Return the command of a module as typed: `gradsurg report`, `python -m gradsurg.report`."""
-    return sys.argv[0] if _is_script() else f"python -m {module}"
+    """Return the command of a module, such as `python -m gradsurg.report`.
 
-
-def _is_script() -> bool:
-    """Whether the command was typed as `gradsurg run`, without `python -m`."""
-    return sys.argv[0].startswith("gradsurg ")
-
-
-def run_command(words: str) -> str:
-    """Return a whole command of `gradsurg.run`, as it is to be typed."""
-    return f"{'gradsurg run' if _is_script() else 'python -m gradsurg.run'} {words}"
-
-
-def nearest(
-    name: str, choices: Sequence[str], meant: Sequence[str] = (), listed_by: str = ""
-) -> str:
-    """Return the end of an error message: the names that were probably meant, and the choices.
-
-    `listed_by` are the words of `gradsurg.run` that list all choices, such as `--list transform`.
+    It is `gradsurg report` if the user typed the present command in this form.
     """
-    close = [*(meant or similar(name, choices))]
-    question = f"Did you mean {_quoted(close)}? " if close else ""
-    return f"{question}{_listed(choices, close, listed_by)}".strip()
+    is_script = sys.argv[0].startswith("gradsurg ")
+    return f"gradsurg {module.rpartition('.')[2]}" if is_script else f"python -m {module}"
 
 
 def unknown(
@@ -92,7 +74,9 @@ def unknown(
 ) -> str:
     """Return an error message for a name that is none of the choices, the suggestion first.
 
-    `fault` begins with a small letter; the others are as in `nearest`.
+    `fault` begins with a small letter and ends without a full stop. `meant` are names to suggest
+    instead of similar ones. `listed_by` are the arguments of `gradsurg.run` that list all choices,
+    such as `--list transform`.
     """
     close = [*(meant or similar(name, choices))]
     listed = _listed(choices, close, listed_by)
@@ -120,15 +104,16 @@ def _quoted(names: Sequence[str]) -> str:
 
 def _listed(choices: Sequence[str], close: Sequence[str], listed_by: str) -> str:
     """Return the sentence that lists the choices, or the command that does."""
+    command = f"{typed_command('gradsurg.run')} {listed_by}"
     shown = list(choices)
     while len(", ".join(shown)) > NAMES_WIDTH and len(shown) > 1:
         shown.pop()
     left = len(choices) - len(shown)
     if close and (left or {*choices} <= {*close}):
-        return f"All of them: {run_command(listed_by)}" if left and listed_by else ""
+        return f"All of them: {command}" if left and listed_by else ""
     listed = ", ".join(shown) or "none"
     if left:
-        listed += f", ... and {left} more" + f": {run_command(listed_by)}" * bool(listed_by)
+        listed += f", ... and {left} more" + f": {command}" * bool(listed_by)
     return f"There are: {listed}{'' if left and listed_by else '.'}"
 
 

@@ -105,7 +105,7 @@ def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
     """
     axes = reduced_axes(per, grad.ndim)
     if per == "tensor" and _shards:
-        size = grad.new_zeros((), dtype=torch.float64)  # of a part without entries
+        size = grad.new_zeros((), dtype=torch.float64)  # for an empty shard
         if grad.numel():
             size = torch.linalg.vector_norm(widened(grad), p, dtype=torch.float64)
         return _over_shards(size, p).to(_wide(grad.dtype)).reshape((1,) * grad.ndim)
@@ -115,7 +115,7 @@ def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
         return peak(widened(grad), axes)
     size = torch.linalg.vector_norm(grad, p, axes, keepdim=True, dtype=_wide(grad.dtype))
     limits = torch.finfo(size.dtype)
-    # Of a larger norm the powers that vanish are no more than a rounding error.
+    # If the norm is above `least`, powers that underflow are no more than a rounding error.
     least = (grad.numel() * limits.tiny / limits.eps) ** (1 / p)
     if _is_on_host(size):  # no device is waited for, and one pass over the entries is enough
         low, high = torch.aminmax(size)
@@ -178,9 +178,9 @@ def joint_norm(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:
 
 
 def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
-    """Yield each gradient times the factor of all, or its own, in its own dtype.
+    """Yield each gradient times its factor, or times the only factor, in the gradient's dtype.
 
-    They are made one at a time, unless all are small.
+    The results are computed one at a time, unless all gradients are small.
     """
     is_small = factors.numel() == 1 and 0 < sum(grad.numel() for grad in grads) <= SMALL
     kinds = {(grad.dtype, grad.device) for grad in (factors, *grads)}
@@ -189,7 +189,7 @@ def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
         return
     own, alike = factors.expand(len(grads)).unbind(), len(kinds) == 1
     for grad, factor in zip(grads, own, strict=True):
-        # Where they are alike, without the calls that would change nothing.
+        # If dtypes and devices are alike, the conversions of `multiplied` would change nothing.
         yield grad * factor if alike else multiplied(grad, factor.to(grad.device))
 
 

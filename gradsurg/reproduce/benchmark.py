@@ -14,9 +14,9 @@ from gradsurg.stats import Difference, chances_of_interval, paired_difference, p
 
 SUM, ALONE, LARGER, TUNED_SUM = "sum", "alone_", "larger_", "tuned_sum"
 MIN_LOST = 0.1
-"""Share of the steps in which the plain sum raises a loss, from which a task can enter."""
+"""Least share of steps in which the plain sum raises a loss, for a task to be admitted."""
 MIN_SPLITS = 3
-"""Number of splits from which they are the random factor; of fewer, seeds are."""
+"""Least number of splits to treat splits as the random factor; with fewer, seeds are."""
 GAINS = (0.02, 0.05)
 Key = tuple[int, int]
 """Split and seed."""
@@ -26,7 +26,7 @@ Verdict = Literal["better", "equivalent", "worse", "undecided"]
 
 @validated
 class TaskSpec:
-    """A task: its losses, the key that makes them conflict, and its levels, the quick one first.
+    """A task: its losses, the key that makes them conflict, and its values, the quick form's first.
 
     `losses` has for each the loss of a model that learns nothing of it, at which an excess is 1.
     """
@@ -38,7 +38,7 @@ class TaskSpec:
 
 @validated
 class FormSpec:
-    """A form: numbers of levels, splits and seeds, its methods (all if empty), and the tuning.
+    """A form, quick or full: how many levels, splits and seeds, the methods (all if empty), tuning.
 
     `tune` is that of all methods; empty: of each method's own file.
     """
@@ -209,9 +209,9 @@ class Level:
         return tuple(map(fmean, zip(*self.excesses(method).values(), strict=True)))
 
     def chances(self) -> list[float]:
-        """The probability of finding each of `GAINS`, and of `equivalent` where there is no gain.
+        """The probability of finding each of `GAINS`, and of `equivalent` if the true gain is 0.
 
-        At the median spread of the methods' differences to the plain sum, without other sums.
+        The spread is the median over the methods that are no sums, of differences to the plain sum.
         """
         sums = (SUM, TUNED_SUM)
         others = [x for x in self.cells if x not in sums and not x.startswith((ALONE, LARGER))]

@@ -209,7 +209,7 @@ def _chosen(ended: FinishedStudy) -> tuple[dict[str, object], bool, float]:
 
 
 def admission(levels: Mapping[str, Level]) -> Rows:
-    """Return the table of levels: what decides that they enter."""
+    """Return the table of levels: the numbers that decide whether a level is admitted."""
     rows = [["task", "each loss: tuned sum minus alone", "conflict", "enters"]]
     for name, one in levels.items():
         gaps = "; ".join(map(_with_half_width, one.gaps))

@@ -194,7 +194,7 @@ def _list(root: Path, expected: dict[str, Expected]) -> str:
 
 
 def _places(places: dict[str, list[str]]) -> str:
-    """Return hardware and versions; those of all but the most papers with the papers' names."""
+    """Return the most common hardware and versions, then the others with their papers' names."""
     first, *others = sorted(places, key=lambda text: -len(places[text]))
     return "; ".join([first, *(f"{', '.join(places[text])}: {text}" for text in others)])
 

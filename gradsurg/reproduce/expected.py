@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 
 FILE = "expected.yaml"
 STUDIES = "conf/experiment/*.yaml"  # of the checkout, and of a paper's own folder
@@ -164,16 +164,16 @@ class Expected:
             f"claims.{name}.front": claim.front for name, claim in self.claims.items()
         }
         for field, text in texts.items():
-            if unknown := [name for name in _names_in(text) if name not in names]:
-                raise Contradiction(field, f"names no band {{{unknown[0]}}}")
+            if wrong := [name for name in _names_in(text) if name not in names]:
+                raise Contradiction(field, f"names no band {{{wrong[0]}}}")
         for band in self.bands:
             self._check(band, "claim", [*self.claims], may_be_empty=True)
             self._check(band, "study", self.quick, may_be_empty=len(self.quick) == 1)
             self._check(band, "minus_study", self.quick, may_be_empty=True)
         for study in self.figure.studies if self.figure else ():
             if study not in self.quick:
-                near = nearest(study, list(self.quick))
-                raise Contradiction("figure", f"must name studies of quick, found {study}. {near}")
+                rule = f"must name studies of quick, found {study}"
+                raise Contradiction("figure", unknown(rule, study, self.quick))
         for name, claim in self.claims.items():
             judged = [band for band in self.bands_of(name) if not band.is_unbounded]
             if not judged and not claim.not_tested:
@@ -182,9 +182,8 @@ class Expected:
     def _check(self, band: Band, field: str, choices: Sequence[str], may_be_empty: bool) -> None:
         found = getattr(band, field)
         if found not in choices and not (may_be_empty and not found):
-            rule = f"must name a {field} in the band {band.name}"
-            near = nearest(found, list(choices))
-            raise Contradiction("bands", f"{rule}, found {found or 'none'}. {near}")
+            rule = f"must name a {field} in the band {band.name}, found {found or 'none'}"
+            raise Contradiction("bands", unknown(rule, found, choices))
 
     def claim_of(self, band: Band) -> str:
         """Return the name of the claim that a band is about."""
@@ -212,7 +211,7 @@ def papers(root: Path) -> list[str]:
 def read_expected(root: Path, paper: str) -> Expected:
     """Read a paper's `expected.yaml`; WrongExperiment if it is missing or wrong."""
     if paper not in papers(root):
-        raise WrongExperiment(f"there is no experiment '{paper}'. {nearest(paper, papers(root))}")
+        raise WrongExperiment(unknown(f"there is no experiment '{paper}'", paper, papers(root)))
     path = root / "experiments" / paper / FILE
     where = path.relative_to(root)
     try:
@@ -226,8 +225,8 @@ def read_expected(root: Path, paper: str) -> Expected:
         faults = (f"{field}: {text}" for field, text in error.faults)
         raise WrongExperiment("\n".join(f"{where}: {fault}" for fault in faults)) from error
     there = sorted(file.stem for own in (root, path.parent) for file in own.glob(STUDIES))
-    unknown = [study for study in (*expected.quick, *expected.full) if study not in there]
-    if unknown:
-        lines = (f"there is no study '{study}'. {nearest(study, there)}" for study in unknown)
+    wrong = [study for study in (*expected.quick, *expected.full) if study not in there]
+    if wrong:
+        lines = (unknown(f"there is no study '{study}'", study, there) for study in wrong)
         raise WrongExperiment("\n".join(f"{where}: {line}" for line in lines))
     return expected

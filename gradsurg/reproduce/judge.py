@@ -113,7 +113,7 @@ def _relation(band: Band, interval: Ends | None) -> str:
     if interval is None:
         return UNDECIDED
     low, high = interval
-    # A difference of counts can end at a bound of 0 with p = 1; only a single value is met by that.
+    # A difference of counts can end at a bound of 0 with p = 1, which meets a single value only.
     open_ended = band.of == "mean" and band.is_difference and band.low != band.high
     touches = open_ended and (low == band.low or high == band.high)
     if band.holds(low) and band.holds(high) and not touches:

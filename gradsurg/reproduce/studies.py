@@ -20,7 +20,7 @@ from gradsurg.experiment.run_directory import TUNING, UNTIL_REACHED, UNTIL_STEP
 from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.sweep import jobs_of_study
 from gradsurg.experiment.trial_step import METRIC_EXAMPLES, examined_names, metric_names
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.report.arms import group
 from gradsurg.report.load import LoadedRun, read_runs
 from gradsurg.report.study import Study
@@ -231,28 +231,28 @@ def missing_measurements(
             runs = list(plans[name].values())
             chosen = [run for run in runs if is_selected(run.known, which)]
             faults = [_fault(band, run) for run in chosen] or [_no_run(which, runs)]
-            lines += [f"{band.name}: {name} {fault}" for fault in dict.fromkeys(faults) if fault]
+            lines += [f"{band.name}: {name}: {fault}" for fault in dict.fromkeys(faults) if fault]
     figure = expected.figure
     if figure is not None and figure.kind != "own":
         runs = [run for key in figure.studies or plans for run in plans[key].values()]
         at_end = figure.kind == "outcomes"
         names = [name for run in runs for name, every in run.numbers.items() if every or at_end]
         if figure.metric not in names:
-            near = _nearest(figure.metric, names)
-            lines.append(f"figure: there will be no {figure.metric} to draw. {near}")
+            fault = f"there will be no {figure.metric} to draw"
+            lines.append(f"figure: {_unknown(fault, figure.metric, names)}")
     return lines
 
 
 def _no_run(which: Mapping[str, object], runs: Sequence[PlannedRun]) -> str:
     """Name the choices for the first key, or value of a key, that no run has."""
-    text = f"has no run of {', '.join(f'{key}: {value}' for key, value in which.items())}"
+    text = f"no run has {', '.join(f'{key}: {value}' for key, value in which.items())}"
     for key, value in which.items():
         values = [run.known[key] for run in runs if key in run.known]
         if not values:
             known = (key for run in runs for key in run.known)
-            return f"{text}: their config has no '{key}'. {_nearest(key, known)}"
+            return _unknown(f"the runs have no key '{key}'", key, known)
         if value not in values:
-            return f"{text}. {_nearest(value, values)}"
+            return _unknown(text, value, values)
     return text
 
 
@@ -265,15 +265,16 @@ def _fault(band: Band, run: PlannedRun) -> str:
         }
         every = known.get(name)
         if every is None:
-            return f"will have no {name}. {_nearest(name, known)}"
+            return _unknown(f"there will be no {name}", name, known)
         if not every and band.at != "end":
-            return f"will have no {name} but at the end. {_nearest(name, filter(known.get, known))}"
+            fault = f"there will be no {name} except at the end"
+            return _unknown(fault, name, filter(known.get, known))
         if step not in (None, run.steps, *range(0, run.steps, every or 1)):
-            return f"will have {name} at every {every} steps up to {run.steps}, not at {step}"
+            return f"there will be {name} at every {every} steps up to {run.steps}, not at {step}"
     return ""
 
 
-def _nearest(name: object, choices: Iterable[object]) -> str:
+def _unknown(fault: str, name: object, choices: Iterable[object]) -> str:
     known = list(dict.fromkeys(map(str, choices)))
     few = known if len(known) <= MAX_CHOICES else get_close_matches(str(name), known, 5, 0.0)
-    return nearest(str(name), few)
+    return unknown(fault, str(name), few)

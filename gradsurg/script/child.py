@@ -1,4 +1,4 @@
-"""The process of one run: it runs the script as `__main__`, with a surgery that attaches itself.
+"""The process of one run: it runs the script as `__main__`, and attaches a surgery to its model.
 
 `python -m gradsurg.script.child FOLDER` reads `script.json` in the folder of the run, and writes
 `numbers.jsonl`, `effects.jsonl` and at last `ended.json` there. The parent reads the output.
@@ -46,7 +46,7 @@ class DryRunEnd(SystemExit):
 
 @dataclass
 class Script:
-    """One run of a script: what it is started with, and what it came to."""
+    """One run of a script: its settings (`spec`) and its result."""
 
     folder: Path
     spec: Mapping[str, Any]  # Any: JSON
@@ -97,7 +97,7 @@ class Script:
         return exit_code
 
     def end(self, code: int, error: str = "", refused: str = "") -> None:
-        """Detach the surgery, and write what the run came to."""
+        """Detach the surgery, and write the result of the run."""
         if self.has_ended or os.getpid() != self._process:
             return
         self.has_ended = True
@@ -189,7 +189,7 @@ class Script:
         os._exit = end_and_leave
 
     def _watch_seeding(self) -> None:
-        """Note where the script calls `torch.manual_seed`, as other libraries do for it."""
+        """Note the first call of `torch.manual_seed`, by the script or by a library."""
         seed = torch.manual_seed
 
         def manual_seed(number: Any) -> torch.Generator:

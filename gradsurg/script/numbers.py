@@ -23,7 +23,7 @@ HIGHER |= {"iou", "miou", "bleu", "rouge", "em", "score", "reward", "return", "r
 HIGHER |= {"ssim", "hits", "mrr", "ndcg", "mcc", "kappa", "likelihood", "win", "success"}
 LOWER = {"loss", "losses", "err", "error", "mse", "mae", "rmse", "ppl", "perplexity", "nll", "bpc"}
 LOWER |= {"bpb", "wer", "cer", "fid", "kl", "entropy", "regret", "ece", "brier"}
-"""Words in the name of a metric of which more, or less, is better; digits at their ends aside."""
+"""Words in names of metrics, without digits at the end, that say that higher or lower is better."""
 HELD_OUT = {"test", "val", "valid", "validation", "eval", "evaluation", "dev", "holdout"}
 TRAINING = {"train", "training"}
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)\b"
@@ -119,7 +119,7 @@ def _add(seen: Seen, source: str, step: int, numbers: Mapping[str, float], place
 
 
 def direction(name: str) -> Direction | None:
-    """Return the good direction of a metric by the words in its name, the last known one first."""
+    """Return the good direction of a metric by the last known word in its name."""
     for word in reversed(_words(name)):
         if word in HIGHER:
             return "higher"

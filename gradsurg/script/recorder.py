@@ -140,7 +140,7 @@ class _AfterImport(MetaPathFinder):
         act = self._actions.pop(name, None)
         if act is None:
             return None
-        spec = importlib.util.find_spec(name)  # by the other finders: the action is gone
+        spec = importlib.util.find_spec(name)  # not by this finder: its action is popped
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

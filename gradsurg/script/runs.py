@@ -70,7 +70,7 @@ class ScriptRun:
 
     @property
     def name_of_arm(self) -> str:
-        """The label as readers know it."""
+        """The label, or `control` for the plain control."""
         return "control" if self.label == "none" else self.label
 
     @property
@@ -214,7 +214,7 @@ class Ended:
 
     @property
     def refused(self) -> str:
-        """Why no run of this script can be trained so; empty if it can."""
+        """Why the surgery cannot be used with this script; empty if it can."""
         if self.content.get("refused"):
             return str(self.content["refused"])
         return str(self.content.get("unattached") or "") if self.content and not self.code else ""
@@ -322,7 +322,7 @@ def _started(folder: Path, log: Path, variables: Mapping[str, str]) -> Popen[byt
 
 
 def _own_store() -> dict[str, str]:
-    """Return the variables by which the processes of one run find each other: the store of torchrun
+    """Return variables that give the processes of one run a store of their own: torchrun's store
     would still have the entries of an earlier run.
     """
     with socket() as found:

@@ -51,7 +51,7 @@ class AttachedModel:
     live: Live
     optimizers: list[Optimizer]
     trained: set[int]  # the ids of its parameters that required a gradient
-    first_step: int = 0  # steps of earlier models, of which this one is a fold
+    first_step: int = 0  # steps made with earlier models, such as other folds
     begin: str = ""
 
     @property
@@ -86,8 +86,8 @@ class Watcher:
         self._made: list[weakref.ref[Optimizer]] = []
         self._kinds: list[str] = []  # of all optimizers, also of those that are gone
         self._left_out: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those of attached models
-        self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # at any time
+        self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose model is attached
+        self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # bound now or earlier
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -194,7 +194,7 @@ class Watcher:
             self._optimizer_made(optimizer, sys._getframe(1))
         own = _params(optimizer).keys()
         if any(each.live.attachment.steps.is_stepping for each in self.attached):
-            self._left_out.add(optimizer)  # a step of another one, as SAM, calls it
+            self._left_out.add(optimizer)  # called in the step of a wrapper such as SAM
         elif any(own & _ids(each.model) for each in self.attached):
             self._rebind([optimizer])
         elif len(args) > 1 or kwargs.get("closure") is not None:
@@ -216,7 +216,7 @@ class Watcher:
         return any(optimizer in each.optimizers for each in self.attached)
 
     def _new(self) -> list[Optimizer]:
-        """The optimizers that are alive and of no known model; of wrappers the outer one."""
+        """The live optimizers whose model is not known yet, without those inside a wrapper."""
         alive = [one for ref in self._made if (one := ref()) is not None]
         inner = {id(value) for one in alive for value in vars(one).values() if value is not one}
         return [
@@ -238,7 +238,7 @@ class Watcher:
         touched = [one for one in new if not held.isdisjoint(_params(one))]
         if not touched:
             return  # a teacher, a loss, a metric
-        self._note_names(sys._getframe(1))  # a compiled model is younger than the optimizer
+        self._note_names(sys._getframe(1))  # a model may be compiled after its optimizer
         if any(held & _ids(each.model) for each in self.attached):
             self._rebind(touched)
             return
@@ -323,8 +323,8 @@ class Watcher:
         return min(found, key=lambda row: row[:2])[2] if found else None
 
     def _parts(self, wanted: set[int]) -> nn.Module | None:
-        """Return the outermost modules with nothing but these parameters: several in a ModuleDict,
-        by the names of their variables.
+        """Return the outermost module that has no other parameters. Several such modules are put
+        into a ModuleDict, under the names of their variables.
         """
         inside = [each for each in _modules() if (own := _ids(each)) and own <= wanted]
         inside = [each for each in inside if each not in self._joined]
@@ -424,7 +424,7 @@ class Watcher:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a hash of the values of tensors; of those on another device that of their sums."""
+    """Return a hash of the values of tensors; a tensor on a GPU counts with its sum alone."""
     found = hashlib.sha256()
     for each in tensors:
         if each.is_meta or is_lazy(each):

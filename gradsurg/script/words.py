@@ -1,4 +1,4 @@
-"""The command line: gradsurg's words, `--`, and the script with its own words."""
+"""The command line: gradsurg's arguments, `--`, and the script with its own arguments."""
 
 import re
 import shlex
@@ -35,7 +35,7 @@ FILL = re.compile(r"\{(seed|arm|out)\}")
 
 @dataclass(frozen=True)
 class Call:
-    """A script, or with `is_module` a module, and its words."""
+    """A script, or with `is_module` a module, and its arguments."""
 
     name: str
     words: tuple[str, ...]
@@ -58,14 +58,14 @@ class Call:
         return replace(self, words=(*words, option))
 
     def filled(self, **values: object) -> list[str]:
-        """Return the words with the seed, the arm and the folder of a run."""
+        """Return the arguments with the seed, the arm and the folder of a run filled in."""
         return [FILL.sub(lambda found: str(values[found[1]]), word) for word in self.words]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A checked command line. `surgery` has the groups of the treated arm, {} without a transform;
-    `words` are those of gradsurg, `loggers` the group of that name.
+    """A checked command line. `surgery` has the config groups of the treated arm, or is {} without
+    a transform. `words` are gradsurg's own arguments, `loggers` is the config group `logger`.
     """
 
     words: tuple[str, ...]
@@ -80,7 +80,7 @@ class Command:
 
     @property
     def typed(self) -> list[str]:
-        """All words, as facts of the runs."""
+        """All arguments, as typed."""
         call = self.call
         return [*self.words, "--", *["-m"] * call.is_module, call.name, *call.words]
 
@@ -174,7 +174,7 @@ def _typed(own: Sequence[str], script: Sequence[str]) -> str:
 
 
 def _fault(word: str) -> str:
-    """Return the fault of a word of gradsurg's; empty if its key is known."""
+    """Return the fault of an argument of gradsurg's; empty if its key is known."""
     if word in ("-m", "--multirun") or (SWEEP.fullmatch(word) and not word.startswith("tune=")):
         key = word.partition("=")[0]
         return f"{key}: one value a command; with the same study= the next shares its control runs"

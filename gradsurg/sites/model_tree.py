@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.sites.call_graphs import CallGraph, follow
 from gradsurg.sites.calls import modules_of
 from gradsurg.sites.node_names import plain
@@ -168,8 +168,9 @@ def _site_lines(model: nn.Module, example: Any, at: Selector, walk: _Walk) -> li
             error = at.nothing_met(door.memory, may_meet_nodes=False)
             assert error is not None
             raise error
-        listed = nearest(str(getattr(at, "pattern", "*")), [row.label for row in walk.rows])
-        raise LookupError(f"nothing that was called is selected by {at!r}. {listed}")
+        fault = f"nothing that was called is selected by {at!r}"
+        labels = [row.label for row in walk.rows]
+        raise LookupError(unknown(fault, str(getattr(at, "pattern", "*")), labels))
     return lines
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, follow
 from gradsurg.sites.calls import Shared, modules_of
 from gradsurg.sites.node_names import FAMILIES, PRODUCTS, edges_of, fits_node, plain, residual_edges
@@ -282,6 +282,6 @@ def nothing_made(query: Leaf, field: str, where: str, memory: Memory) -> Selecti
     inside = "" if where == "*" else f" in '{where}'"
     is_compiled = any(plain(place.node) == compiling.COMPILED for place in memory.rejected)
     hint = " Compiled code runs as one node: use Outputs there." * is_compiled
-    listed = nearest("" if pattern in choices else pattern, choices)
-    text = f"no node{inside} is selected by '{pattern}'{given}. {listed}{hint}"
-    return SelectionError(query, field, text)
+    fault = f"no node{inside} is selected by '{pattern}'{given}"
+    text = unknown(fault, "" if pattern in choices else pattern, choices)
+    return SelectionError(query, field, text + hint)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.fields import SelectionError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import unknown
 from gradsurg.torch_internals import compiling
 
 T = TypeVar("T")
@@ -201,11 +201,12 @@ def nothing_matched(
     offers = [pattern.replace(literal, part) for part in close] if literal != pattern else []
     offers = [offer for offer in offers if any(matches(name, offer) for name in choices)]
     if reason:
-        listed = f"{reason} {nearest('', choices)}"
+        fault = f"nothing that is called matches '{pattern}'. {reason.removesuffix('.')}"
+        text = unknown(fault, "", choices)
     else:
-        listed = nearest("" if pattern in choices else pattern, choices, offers[:1])
-    found = "nothing that is called matches" if reason else "nothing matches"
-    return SelectionError(selector, field, f"{found} '{pattern}'. {listed}")
+        name = "" if pattern in choices else pattern
+        text = unknown(f"nothing matches '{pattern}'", name, choices, offers[:1])
+    return SelectionError(selector, field, text)
 
 
 def in_range(number: int | None, bounds: Range | None) -> bool:

@@ -24,7 +24,7 @@ MOBY_DICK_SHA256 = "0af87669e16afbac484ab450db3343221bc6582e65565fcaa535807b5c1d
 
 @validated
 class CharLM(Classification):
-    """Predict every character of a text from those before it in its piece, by cross-entropy.
+    """Predict each character from those before it in the same piece of a text, by cross-entropy.
 
     The text is the UTF-8 file `path`, or with `text=moby_dick` the file fetched by `python -m
     gradsurg.tasks.fetch text`. By default it is the language help that comes with Python

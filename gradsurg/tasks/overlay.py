@@ -81,9 +81,9 @@ class Pool:
 def overlay_pairs(pools: Sequence[Pool], shift: int, seed: int, validation: float = 0.0) -> Data:
     """Draw pairs from the training pool and the test pool, the second digit `shift` pixels off.
 
-    With `validation`, this share of the training digits is in validation images alone, whose number
-    has the same proportion. The images are standardized by the mean and deviation of the images of
-    all training digits.
+    With `validation`, this share of the training digits is used in validation images only, and the
+    number of these images is this share of the training pool's `count`. All images are standardized
+    by the mean and deviation of the images of all training digits.
     """
     parts = [_drawn(pool, shift, [seed, part]) for part, pool in enumerate(pools)]
     (images, _), _ = parts

@@ -1,4 +1,4 @@
-"""Three quadratics of different scales, and the base class of tasks that move a point."""
+"""Move a point under three quadratics of different scales; and the base class of such tasks."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -722,7 +722,7 @@ def test_selectors_combine_as_sets_and_their_sites_are_counted(kind: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(kind: str) -> None:
     """All or nothing: the hooks of the intervention before it are gone."""
-    told = pytest.raises(LookupError, match="Did you mean 'first")
+    told = pytest.raises(LookupError, match="did you mean 'first")
     if kind.startswith("EveryModule"):  # a module outside the model may have it
         told = pytest.warns(gs.SurgeryWarning, match="was reached")
     arm, wrong = Arm("gradsurg", kind), select(kind, pattern(kind, "frist"))
@@ -731,7 +731,7 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(kind: str) -> None:
     with told, gs.Surgery(*items).attach(arm.model, arm.optimizer):
         arm.step(0)
     if not kind.startswith("EveryModule"):
-        with pytest.raises(LookupError, match="Did you mean 'first"):
+        with pytest.raises(LookupError, match="did you mean 'first"):
             gs.sites.tree(arm.model, batch(0), wrong)
     assert hooks(arm.model, arm.optimizer) == before
 

@@ -47,14 +47,14 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         (
             ["aggregator=fixed_weights", "aggregator.weights={frist: 1, second: 0.5}"],
             [
-                "aggregator.weights: there is no task 'frist'. Did you mean 'first'? "
+                "aggregator.weights: did you mean 'first'? There is no task 'frist'. "
                 "There are: first, second."
             ],
         ),
         (
             ["aggregator=agem", "aggregator.memory=frist"],
             [
-                "aggregator.memory: there is no loss 'frist'. Did you mean 'first'? "
+                "aggregator.memory: did you mean 'first'? There is no loss 'frist'. "
                 "There are: first, second."
             ],
         ),

@@ -144,13 +144,13 @@ WRONG = (
     Wrong("steps='${nope}'", "steps: Interpolation key 'nope' not found"),
     # places
     Wrong(
-        "site.pattern=hiden.*", "site.pattern: nothing matches 'hiden.*'. Did you mean 'hidden.*'?"
+        "site.pattern=hiden.*", "site.pattern: did you mean 'hidden.*'? Nothing matches 'hiden.*'."
     ),
     Wrong(
         "site=nodes site.module=hiden",
-        "site.module: nothing matches 'hiden'. Did you mean 'hidden'?",
+        "site.module: did you mean 'hidden'? Nothing matches 'hiden'.",
     ),
-    Wrong("site=nodes site.pattern=Rlu", "site.pattern: no node is selected by 'Rlu'. Did you"),
+    Wrong("site=nodes site.pattern=Rlu", "site.pattern: did you mean 'Relu'? No node"),
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
@@ -173,8 +173,8 @@ WRONG = (
     Wrong("site=outputs site.stage=step", "site.stage: Outputs cannot have stage 'step'; "),
     Wrong(
         "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
-        "site.of.0.pattern: nothing matches 'hiden.*'",
-        "'hidden.*'?",
+        "site.of.0.pattern: did you mean 'hidden.*'?",
+        "Nothing matches 'hiden.*'",
     ),
     Wrong(
         "transform=sign transform.clip.value=1",
@@ -201,7 +201,7 @@ WRONG = (
     ),
     Wrong(
         "transform=clip when=threshold when.source=output:hiden",
-        "when.source: there is no module 'hiden'. Did you mean 'hidden'?",
+        "when.source: did you mean 'hidden'? There is no module 'hiden'.",
     ),
     Wrong(
         "transform=clip when=threshold when.source=value site=nodes",

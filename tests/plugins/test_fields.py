@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
-from gradsurg.plugins.messages import nearest, similar, unknown
+from gradsurg.plugins.messages import similar, unknown
 from gradsurg.plugins.reductions import NormOrder, Per
 
 
@@ -183,12 +183,13 @@ def test_it_is_a_value() -> None:
         probe.size = 3.0
 
 
-def test_nearest_lists_the_choices_and_asks() -> None:
-    assert nearest("clp", ["clip", "zero"]) == "Did you mean 'clip'? There are: clip, zero."
-    assert nearest("PCGrad", ["pcgrad", "upgrad"]).startswith("Did you mean 'pcgrad'? ")
-    assert nearest("qqq", ["clip"]) == "There are: clip."
-    assert nearest("clip", []) == "There are: none."
-    assert nearest("", ["a" * 300]) == f"There are: {'a' * 300}."
+def test_an_unknown_name_lists_the_choices_and_asks() -> None:
+    clip = "did you mean 'clip'? No. There are: clip, zero."
+    assert unknown("no", "clp", ["clip", "zero"]) == clip
+    assert unknown("no", "PCGrad", ["pcgrad", "upgrad"]).startswith("did you mean 'pcgrad'? No. ")
+    assert unknown("no", "qqq", ["clip"]) == "no. There are: clip."
+    assert unknown("no", "clip", []) == "no. There are: none."
+    assert unknown("no", "", ["a" * 300]) == f"no. There are: {'a' * 300}."
 
 
 NAMES = [f"name{n}" for n in range(40)]

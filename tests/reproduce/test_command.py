@@ -266,10 +266,10 @@ def test_a_band_about_a_missing_number_is_refused_before_training(
     root: Path, reproduce: Reproduce
 ) -> None:
     expect_band(root, runs={"label": "clp"})
-    fault = "has no run of label: clp. Did you mean 'clip'? There are: clip, none."
+    fault = "did you mean 'clip'? No run has label: clp. There are: clip, none."
     ended = reproduce("mini")
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err == f"mini: low_enough: {STUDY} {fault}\n"
+    assert ended.err == f"mini: low_enough: {STUDY}: {fault}\n"
     other = reproduce("mini", "seeds=1")  # then there can be other runs
     assert (other.code, other.err) == (1, "")
     assert "mini, main: not measured" in other.out
@@ -278,7 +278,7 @@ def test_a_band_about_a_missing_number_is_refused_before_training(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mino"], "there is no experiment 'mino'. Did you mean 'mini'?\n"),
+        (["mino"], "did you mean 'mini'? There is no experiment 'mino'.\n"),
         ([], "name a paper. There are: mini.\n"),
         (["mini", "--full"], "mini: there is no full form\n"),
         (["mini", "--cost"], "mini: there is no full form\n"),
@@ -295,7 +295,7 @@ def test_a_wrong_command_line_is_refused_with_exit_code_2(
     ("change", "said"),
     [
         ({"quick": ["nowhere"]}, ": there is no study 'nowhere'. There are: large_"),
-        ({"full": ["simple_transform"]}, "Did you mean 'simple_transforms'?"),
+        ({"full": ["simple_transform"]}, "did you mean 'simple_transforms'?"),
         ({"full": ["one", "two"]}, ": full: must be as many studies as quick, in the same order"),
         ({"claim": "x"}, ": claim: did you mean 'claims'? There is no field 'claim'."),
         ({"claims": {}}, ": claims: must have at least 1 item, found {}"),

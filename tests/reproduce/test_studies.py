@@ -105,43 +105,43 @@ def test_bands_and_figures_with_planned_numbers_have_no_faults() -> None:
     [
         (
             {"metric": "test/acuracy"},
-            "will have no test/acuracy. Did you mean 'test/accuracy'?",
+            "did you mean 'test/accuracy'? There will be no test/acuracy.",
         ),
         (
             {"metric": "test/accuracy", "at": "most"},
-            "will have no test/accuracy but at the end. There are: test/loss, train/loss.",
+            "there will be no test/accuracy except at the end. There are: test/loss, train/loss.",
         ),
-        ({"at": 15}, "will have test/loss at every 10 steps up to 20, not at 15"),
+        ({"at": 15}, "there will be test/loss at every 10 steps up to 20, not at 15"),
         (
             {"runs": {"label": "clp"}},
-            "has no run of label: clp. Did you mean 'clip'? There are: clip, none.",
+            "did you mean 'clip'? No run has label: clp. There are: clip, none.",
         ),
         (
             {"runs": {"model.wdth": 8}},
-            "has no run of model.wdth: 8: their config has no 'model.wdth'. "
-            "Did you mean 'model.width'? There are: label, seed, model.width.",
+            "did you mean 'model.width'? The runs have no key 'model.wdth'. "
+            "There are: label, seed, model.width.",
         ),
-        ({"runs": {"label": "clip", "seed": 1}}, "run of label: clip, seed: 1. There are: 0."),
+        ({"runs": {"label": "clip", "seed": 1}}, "no run has label: clip, seed: 1. There are: 0."),
         (
             {"metric": "effect/clp/output.weight/cosine", "runs": {"label": "clip"}},
-            "Did you mean 'effect/clip/output.weight/cosine'?",
+            "did you mean 'effect/clip/output.weight/cosine'?",
         ),
         (
             {"metric": "effect/clip/output.wight/cosine", "runs": {"label": "clip"}},
-            "will have no effect/clip/output.wight/cosine. Did you mean 'effect/clip/output.w",
+            "output.weight/cosine'? There will be no effect/clip/output.wight/cosine.",
         ),
         (
             {"metric": "effect/clip", "runs": {"label": "clip"}},
-            "will have no effect/clip. There are: ",
+            "there will be no effect/clip. There are: ",
         ),
         ({"metric": SPEED, "runs": {"label": "clip"}, "at": 3}, "at every 5 steps up to 20, not"),
         (
             {"minus_study": "other", "minus": {"label": "clip"}},
-            "no run of label: clip. There are: none.",
+            "no run has label: clip. There are: none.",
         ),
         (
             {"minus_study": "other", "metric": SPEED, "runs": {"label": "clip"}},
-            "will have no effect/clip/output.weight/cosine. There are: none.",
+            "there will be no effect/clip/output.weight/cosine. There are: none.",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_band_about_a_number_that_no_run_will_have_is_a_fault_with_the_nearest
     band: dict[str, object], fault: str
 ) -> None:
     (said,) = faults(**band)
-    assert said.startswith("low: other " if "minus_study" in band else "low: mini ")
+    assert said.startswith("low: other: " if "minus_study" in band else "low: mini: ")
     assert fault in said
 
 

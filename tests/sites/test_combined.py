@@ -293,6 +293,6 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
 
 def test_a_part_of_an_intersection_that_matches_nothing_is_named() -> None:
     part = gs.Outputs("frist")
-    with pytest.raises(SelectionError, match="Did you mean 'first'") as caught:
+    with pytest.raises(SelectionError, match="did you mean 'first'") as caught:
         (gs.Outputs("first") & part).find(small())
     assert caught.value.owner is part

@@ -100,8 +100,8 @@ def test_the_tasks_find_fetched_files_which_are_fetched_once(tmp_path, made_up, 
 def test_a_wrong_name_is_refused_with_the_nearest_and_nothing_is_fetched(tmp_path, made_up, capsys):
     assert command.main(["mnist", "fashion_mnist"]) == 2
     out, err = capsys.readouterr()
-    choices = "Did you mean 'fashion-mnist'? There are: mnist, fashion-mnist, text."
-    assert (out, err) == ("", f"there is no data set 'fashion_mnist'. {choices}\n")
+    fault = "did you mean 'fashion-mnist'? There is no data set 'fashion_mnist'."
+    assert (out, err) == ("", f"{fault} There are: mnist, fashion-mnist, text.\n")
     assert not (tmp_path / "data").exists()
 
 

@@ -92,7 +92,7 @@ def test_an_unknown_flag_is_refused_with_the_known_ones() -> None:
         with pytest.raises(LookupError) as caught:
             live.switch("frezee", on=True)
         assert str(caught.value) == (
-            "no trigger asks for a Flag 'frezee'. Did you mean 'freeze'? There are: freeze, b."
+            "did you mean 'freeze'? No trigger asks for a Flag 'frezee'. There are: freeze, b."
         )
         live.set("zero", when=gs.Flag("b", on=True))
         with pytest.raises(LookupError, match=r"There are: b\."):

@@ -205,7 +205,7 @@ def test_an_unknown_module_is_refused_with_the_nearest_name() -> None:
         attached(model, gs.Zero(), when=gs.Threshold(1.0, source="input:lsat")),
     ):
         pass
-    there = "there is no module 'lsat'. Did you mean 'last'? There are: first, act, last, root."
+    there = "did you mean 'last'? There is no module 'lsat'. There are: first, act, last, root."
     assert str(caught.value).endswith(there)
     assert num_hooks(model) == 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 
-from gradsurg.plugins.messages import nearest, typed_command
+from gradsurg.plugins.messages import typed_command, unknown
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.tasks.data import cache
 
@@ -33,9 +33,9 @@ def main(words: Sequence[str] | None = None) -> int:
     wrong.
     """
     names = list(dict.fromkeys(parser().parse_args(words).names))
-    if unknown := [name for name in names if name not in DATA_SETS]:
-        for name in unknown:
-            print(f"there is no data set '{name}'. {nearest(name, [*DATA_SETS])}", file=sys.stderr)
+    if wrong := [name for name in names if name not in DATA_SETS]:
+        for name in wrong:
+            print(unknown(f"there is no data set '{name}'", name, [*DATA_SETS]), file=sys.stderr)
         return WRONG_INPUT
     return max(_fetch(name, DATA_SETS[name]) for name in names)
 
