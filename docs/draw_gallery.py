@@ -87,8 +87,9 @@ NO_EFFECT = (
     "in UNSEEN there if no gradient of a picture can change"
 )
 
-VISIBLE, FEW = 64, 100
-"""The visible difference of two pixels, in levels of gray, and the number of pixels to ignore."""
+BLOCK, VISIBLE, FEW = 4, 48, 25
+"""How pictures are compared: by means over blocks, BLOCK pixels wide and high. The difference of
+two blocks that a reader sees, in levels of gray. The number of such blocks to ignore."""
 
 
 def main(wanted: Sequence[str]) -> None:
@@ -188,13 +189,13 @@ def shows_effect(entry: Entry) -> bool:
 
 
 def differ(first: "Image.Image", second: "Image.Image") -> bool:
-    """Return whether more than a few pixels of two pictures are visibly different."""
+    """Return whether a reader sees that two pictures are different."""
     from PIL import ImageChops
 
     if first.size != second.size:
         return True
-    counts = ImageChops.difference(first.convert("L"), second.convert("L")).histogram()
-    return sum(counts[VISIBLE:]) > FEW
+    means = [each.convert("L").reduce(BLOCK) for each in (first, second)]
+    return sum(ImageChops.difference(*means).histogram()[VISIBLE:]) > FEW
 
 
 def drawer(entry: Entry, thing: Any) -> "Draw":  # Any: a transform or an aggregator

@@ -59,7 +59,7 @@ $code | class  | your fields, formula, properties and docstring (see CONTRIBUTIN
 $yaml | # | purpose in one line; '# Paper: ...', '# Also: other words'; every field
 $cases |     Row("$name" | results computed by hand, a row for each branch of the formula
 $more
-docs/draw_gallery.py | ILLUSTRATED | only if the picture shows no effect: fields or OF_NAMES
+docs/draw_gallery.py | ILLUSTRATED | only if the picture shows no effect: fields
 CHANGELOG.md | ### New | a line at the end of this part, such as '- **Its name.** ...'
 """
 """The remaining steps of a contributor: file, begin of the line, instruction."""
