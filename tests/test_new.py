@@ -84,6 +84,7 @@ def test_the_class_has_its_properties_and_the_config_has_its_defaults(
     monkeypatch.setitem(sys.modules, "soft_clip", module := ModuleType("soft_clip"))
     exec(code.read_text("utf-8"), vars(module))
     CHECKS[group](module.SoftClip())
+    assert bool(like) == hasattr(module, "TransformState")
     fields = yaml.safe_load(config.read_text("utf-8"))
     fields = fields.get("soft_clip", fields)
     assert fields.pop("_target_") == "gradsurg.SoftClip"
