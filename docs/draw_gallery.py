@@ -26,6 +26,7 @@ from gradsurg.triggers.base import Clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from PIL import Image
 
 PAGE, PICTURES = Path(__file__).with_name("gallery.md"), Path(__file__).with_name("gallery")
 DRAWN = {"transform": Transform, "aggregator": Aggregator}
@@ -77,6 +78,18 @@ trust_ratio: {coefficient: 0.5}
 zclip: {warmup: 20, max_norm: 100.0}
 """)
 """Fields of which the defaults would have no visible effect."""
+
+UNSEEN = ("identity", "per_sample", "per_sample_and_mask", "sanitize")
+"""The transforms whose pictures can show no effect."""
+
+NO_EFFECT = (
+    "the picture shows no effect: give fields in ILLUSTRATED in docs/draw_gallery.py, or the name "
+    "in UNSEEN there if no gradient of a picture can change"
+)
+
+BLOCK, VISIBLE, FEW = 4, 48, 25
+"""How pictures are compared: by means over blocks, BLOCK pixels wide and high. The difference of
+two blocks that a reader sees, in levels of gray. The number of such blocks to ignore."""
 
 
 def main(wanted: Sequence[str]) -> None:
@@ -133,7 +146,13 @@ def picture(entry: Entry) -> Path:
 
 
 def store(entry: Entry) -> Path:
-    """Draw the picture of an entry into its file, with few colors, and return its path."""
+    """Draw the picture of an entry into its file, and return its path."""
+    drawn(entry).save(picture(entry), optimize=True)
+    return picture(entry)
+
+
+def drawn(entry: Entry, *, acts: bool = True) -> "Image.Image":
+    """Return the picture of an entry, with few colors. Without `acts` gradients stay unchanged."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -143,11 +162,40 @@ def store(entry: Entry) -> Path:
         figure, axes = plt.subplots(figsize=(2.4, 1.6), dpi=200, layout="constrained")
         fields = entry.fields | ILLUSTRATED.get(entry.name, {})
         thing = make(fields, DRAWN[entry.group])
-        drawer(entry, thing)(axes, thing)
+        # `draw_plane` draws the needs too, so the two pictures need the same.
+        shown = thing if acts else replaced(thing.needs & {"value", "gradient"})
+        drawer(entry, thing)(axes, shown)
         figure.savefig(buffer := BytesIO(), facecolor="white")
         plt.close(figure)
-    Image.open(buffer).convert("RGB").quantize(48).save(picture(entry), optimize=True)
-    return picture(entry)
+    return Image.open(buffer).convert("RGB").quantize(48)
+
+
+def replaced(needs: frozenset[str]) -> Transform:
+    """Return a transform that returns the gradient, with these needs."""
+    return type("Unchanged", (gs.Identity,), {"needs": needs})()
+
+
+def is_up_to_date(entry: Entry) -> bool:
+    """Return whether the picture in the file looks as it would be drawn now."""
+    from PIL import Image
+
+    return picture(entry).exists() and not differ(Image.open(picture(entry)), drawn(entry))
+
+
+def shows_effect(entry: Entry) -> bool:
+    """Return whether the picture of a transform differs from one of unchanged gradients."""
+    is_known = entry.group == "aggregator" or entry.name in UNSEEN
+    return is_known or differ(drawn(entry), drawn(entry, acts=False))
+
+
+def differ(first: "Image.Image", second: "Image.Image") -> bool:
+    """Return whether a reader sees that two pictures are different."""
+    from PIL import ImageChops
+
+    if first.size != second.size:
+        return True
+    means = [each.convert("L").reduce(BLOCK) for each in (first, second)]
+    return sum(ImageChops.difference(*means).histogram()[VISIBLE:]) > FEW
 
 
 def drawer(entry: Entry, thing: Any) -> "Draw":  # Any: a transform or an aggregator

@@ -1,12 +1,11 @@
 """Begin a transform or an aggregator, and check one.
 
-    python scripts/new.py transform soft_clip
+    python scripts/new.py transform soft_clip [--like momentum]
     python scripts/new.py --check soft_clip
 
-The first command copies the class of a short plug-in, its yaml file and a row of its tests under a
-new name. It updates the files that are generated from them, and prints the remaining steps. It
-overwrites nothing. The second checks one transform or aggregator, or a preset of one, in less than
-20 seconds on an idle machine; `scripts/check` runs all checks.
+The first copies a class, its yaml file and a row of its tests under a new name, updates the
+generated files, and prints the remaining steps. It overwrites nothing. The second checks one
+transform or aggregator, or a preset, in less than 20 seconds on an idle machine.
 """
 
 import argparse
@@ -18,6 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from keyword import iskeyword
@@ -29,8 +29,9 @@ from gradsurg.experiment import catalogue
 from gradsurg.plugins.registry import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LETTERS = 40  # of a name: a longer one does not fit the lines of the templates
 TODO = "TODO"  # marks what a new plug-in must still say of itself
+ROW = re.compile(r'^    Row\(\s*"(\w+)"(?:.*\),\n|(?:.*\n)+?    \),\n)', re.M)  # of a test
+TOP = "ROWS = (\n"
 LAST_LINES = 12  # of the output of a failed check
 
 
@@ -38,11 +39,12 @@ LAST_LINES = 12  # of the output of a failed check
 class Kind:
     """A kind of plug-in: the folder of its classes and tests, and the one that is copied.
 
-    `tests` are the files that `--check` runs, and `steps` belong to STEPS.
+    `likes` are others to copy, `tests` files that `--check` runs; `steps` belong to STEPS.
     """
 
     folder: str
     model: str
+    likes: str
     tests: tuple[str, ...]
     steps: str
 
@@ -57,7 +59,7 @@ $code | class  | your fields, formula, properties and docstring (see CONTRIBUTIN
 $yaml | # | purpose in one line; '# Paper: ...', '# Also: other words'; every field
 $cases |     Row("$name" | results computed by hand, a row for each branch of the formula
 $more
-docs/draw_gallery.py | ILLUSTRATED | only if the picture shows no effect: fields or OF_NAMES
+docs/draw_gallery.py | ILLUSTRATED | only if the picture shows no effect: fields
 CHANGELOG.md | ### New | a line at the end of this part, such as '- **Its name.** ...'
 """
 """The remaining steps of a contributor: file, begin of the line, instruction."""
@@ -65,6 +67,8 @@ CHANGELOG.md | ### New | a line at the end of this part, such as '- **Its name.*
 TRANSFORM = Kind(
     "transforms",
     "gradient_reversal",
+    "value add_decayed, random numbers add_noise, state momentum, group adaptive_clip, "
+    "Scaling clip_norm, JointScaling rescale_global_norm",
     ("tests/transforms/test_rows.py", "tests/transforms/test_rules.py"),
     """tests/transforms/test_properties.py | OTHERS | only if `tags_if` has conditions: instances
 tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its name
@@ -72,13 +76,14 @@ tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the othe
 tests/core/test_messages.py | ERRORS | only if it refuses some shapes: the error
 tests/hooks/test_batched_backward.py | DRAWS | only if it is random: its name
 tests/transforms/test_oracles.py | def test_autoclip | only if it has a state: a test of later steps
-tests/sites/test_step_hooks.py | SCALING | only if it is `Scaling` (tests `factors`): an instance
+tests/sites/test_step_hooks.py | SCALING | only if it is `Scaling`: an instance
 tests/sites/test_sharded_parameters.py | AT_STEP | only if you write `acts_on_shards`: an instance
 tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all calls: its name""",
 )
 AGGREGATOR = Kind(
     "aggregators",
     "sum",
+    "Weighting imtlg, GramianAggregator db_mtl, LossWeighting dwa, Entrywise and_mask",
     ("tests/aggregators/test_hand_computed.py", "tests/aggregators/test_gramian.py"),
     """tests/aggregators/test_gramian.py | def expected_of_same | only if equal rows g give no g
 tests/aggregators/test_gramian.py | def test_opposite_tasks | only if g and -g do not give 0""",
@@ -89,17 +94,19 @@ COMPLETENESS = "tests/experiment/test_completeness.py"
 
 def main(words: list[str], root: Path = ROOT) -> int:
     """Run one command and return its exit code: 2 for a name that is refused, with one line."""
-    parser = argparse.ArgumentParser(usage=f"new.py {{{','.join(KINDS)}}} NAME, or --check NAME")
+    usage = f"new.py {{{','.join(KINDS)}}} NAME [--like NAME], or --check NAME"
+    parser = argparse.ArgumentParser(usage=usage)
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--check", metavar="NAME")
+    for option in ("--like", "--check"):
+        parser.add_argument(option, metavar="NAME")
     asked = parser.parse_args(words)
     try:
-        if asked.check and not asked.words:
+        if asked.check and not (asked.words or asked.like):
             return check(known(asked.check, root), asked.check, CHECKS)
         if asked.check or len(asked.words) != 2 or asked.words[0] not in KINDS:
-            raise ValueError(parser.usage)
+            raise ValueError(usage)
         kind, name = KINDS[asked.words[0]], asked.words[1]
-        steps = begin(kind, name, root)
+        steps = begin(kind, name, model := asked.like or kind.model, root)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -107,7 +114,8 @@ def main(words: list[str], root: Path = ROOT) -> int:
         check(kind, name, GENERATED)
     parts = dict.fromkeys([*name.split("_"), name.replace("_", "")])
     lists = ", ".join(f"--list {asked.words[0]} {word}" for word in parts)
-    print(f"Does it exist already? python -m gradsurg.run {lists}", *steps, sep="\n")
+    print(f"Does it exist already? python -m gradsurg.run {lists}")
+    print(f"Copied {model}. Nearer relatives, for --like: {kind.likes}", *steps, sep="\n")
     return 0
 
 
@@ -119,19 +127,21 @@ def known(name: str, root: Path) -> Kind:
     raise ValueError(f"there is no conf/{' or conf/'.join(KINDS)} with a {name}.yaml")
 
 
-def begin(kind: Kind, name: str, root: Path) -> list[str]:
+def begin(kind: Kind, name: str, model: str, root: Path) -> list[str]:
     """Write the class, the yaml file and the test row, and return the remaining steps.
 
-    Raises ValueError, before anything is written, for a name that is malformed or taken.
+    `model` is the plug-in that is copied. Raises ValueError, before anything is written, for a name
+    that is malformed or taken, and for a model that cannot be copied.
     """
     check_name(kind, name, root)
     code, yaml, cases = kind.files(name)
-    rows = with_row(root / cases, kind.model, name)
-    for path, model in zip((code, yaml), kind.files(kind.model), strict=False):
-        text = to_be_described((root / model).read_text(encoding="utf-8"))
-        with (root / path).open("x", encoding="utf-8") as file:
-            file.write(renamed(text, kind.model, name))
-    (root / cases).write_text(rows, encoding="utf-8")
+    for path in kind.files(model)[:2]:
+        if not (root / path).exists():
+            raise ValueError(f"'{model}' cannot be copied: there is no {path}")
+    text, config = ((root / path).read_text(encoding="utf-8") for path in kind.files(model)[:2])
+    texts = {cases: with_row(root / cases, model, name), code: new_class(text, model, name)}
+    for path, text in (texts | {yaml: new_yaml(config, model, name)}).items():
+        (root / path).write_text(text, encoding="utf-8")
     words = {"code": code, "yaml": yaml, "cases": cases, "name": name, "more": kind.steps}
     steps = [line.split(" | ") for line in Template(STEPS).substitute(words).strip().splitlines()]
     places = [f"{path}:{line_of(root / path, text)}  {say}" for path, text, say in steps]
@@ -141,10 +151,8 @@ def begin(kind: Kind, name: str, root: Path) -> list[str]:
 
 def check_name(kind: Kind, name: str, root: Path) -> None:
     """Raise ValueError for a name that a new file and class cannot have."""
-    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or iskeyword(name):
-        raise ValueError(f"'{name}' must be an identifier in snake_case, such as soft_clip")
-    if len(name) > MAX_LETTERS:
-        raise ValueError(f"'{name}' must have at most {MAX_LETTERS} letters")
+    if not re.fullmatch(r"(?!.{41})[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or iskeyword(name):
+        raise ValueError(f"'{name}' must be an identifier in snake_case, at most 40 letters long")
     paths = [*(root / "gradsurg" / kind.folder).glob("[!_]*.py")]
     paths += [path for group in GROUPS.values() for path in root.glob(f"conf/{group}/*.yaml")]
     stub = (root / "gradsurg/__init__.pyi").read_text(encoding="utf-8")
@@ -154,19 +162,28 @@ def check_name(kind: Kind, name: str, root: Path) -> None:
         raise ValueError(f"'{name}' is taken: there is {found}")
 
 
-def to_be_described(text: str) -> str:
-    """Return a class or a yaml file with `TODO` for what it says of itself."""
+def new_class(text: str, model: str, name: str) -> str:
+    """Return the file of a class under a new name, with `TODO` for its docstrings."""
+    tree, lines = ast.parse(text), text.splitlines(keepends=True)
+    classes = {one.name.lower(): one for one in tree.body if isinstance(one, ast.ClassDef)}
+    old = classes[model.replace("_", "")]
+    says = f'    """{TODO}: formula, paper, shapes; zero, NaN, infinities, an empty tensor."""\n'
+    for body, said in ((old.body, says), (tree.body, f'"""{old.name}: {TODO}."""\n')):
+        lines[body[0].lineno - 1 : body[0].end_lineno] = [said]
+    return re.sub(rf"\b{old.name}\b", class_of(name), "".join(lines))
+
+
+def new_yaml(text: str, model: str, name: str) -> str:
+    """Return a yaml file with the name of another, and `TODO` for its purpose."""
     text = re.sub(r"^# (?!python -m).*\n", "", text, flags=re.M)
     text = re.sub(r"\A(# python .*\n)", f"\\1# {TODO}: its purpose on one line\n", text)
-    text = re.sub(r'\A("""\w+: ).*"""', rf'\1{TODO}."""', text)
-    says = f"{TODO}: formula, paper, shapes; zero, NaN, infinities, an empty tensor."
-    return re.sub(r'^    """.*?"""$', f'    """{says}"""', text, count=1, flags=re.M | re.S)
+    target = rf"(?<=_target_: gradsurg\.){model.replace('_', '')}\b"
+    return renamed(re.sub(target, class_of(name), text, flags=re.I), model, name)
 
 
 def renamed(text: str, old: str, new: str) -> str:
-    """Return a text with the name of another file and class."""
-    text = re.sub(rf"(?<![ \w]){old}\b", new, text)  # as a word of a sentence it stays
-    return re.sub(rf"\b{class_of(old)}\b", class_of(new), text)
+    """Return a text of yaml or of a row with another name; as a word of a sentence it stays."""
+    return re.sub(rf"(?<![ \w]){old}\b", new, text)
 
 
 def class_of(name: str) -> str:
@@ -174,20 +191,14 @@ def class_of(name: str) -> str:
 
 
 def with_row(path: Path, old: str, new: str) -> str:
-    """Return the text of a file of test rows with a copy of the first row of another name.
-
-    It stands where the alphabet has it.
-    """
+    """Return the text of a file of test rows with a copy of the first row of another name."""
     text = path.read_text(encoding="utf-8")
-    ends, copied = {"": line_of(path, "ROWS = (")}, []
-    lines = text.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Row" and node.args:
-            name, end = ast.literal_eval(node.args[0]), node.end_lineno or 0
-            ends[name] = end
-            copied = copied or lines[node.lineno - 1 : end] * (name == old)
-    line = ends[max(other for other in ends if other < new)]
-    return "".join([*lines[:line], *(renamed(one, old, new) for one in copied), *lines[line:]])
+    rows = [*ROW.finditer(text)]
+    copied = [renamed(row[0], old, new) for row in rows if row[1] == old]
+    if not copied:
+        raise ValueError(f"'{old}' cannot be copied: no line of {path.name} begins a row of it")
+    ends = {"": text.index(TOP) + len(TOP)} | {row[1]: row.end() for row in rows if row[1] < new}
+    return text[: ends[max(ends)]] + copied[0] + text[ends[max(ends)] :]
 
 
 def line_of(path: Path, text: str) -> int:
@@ -220,16 +231,20 @@ def last_lines(error: Exception) -> str:
 
 
 def style(kind: Kind, name: str) -> str:
-    """Check the class and the test rows by ruff, and that the class and its yaml are described."""
-    code, yaml, cases = kind.files(name)
-    paths = [path for path in (code, cases) if (ROOT / path).exists()]
-    for path in (yaml, *paths):
+    """Check by ruff the class, the rows and all changed Python files, and that no TODO is left."""
+    own = [path for path in kind.files(name) if (ROOT / path).exists()]
+    for path in own:
         assert TODO not in (ROOT / path).read_text(encoding="utf-8"), f"{path} has a {TODO} left"
+    changes = ran(["git", "status", "--porcelain", "--no-renames", "-uall", "--", "*.py"]).stdout
+    others = [line[3:] for line in changes.splitlines() if (ROOT / line[3:]).exists()]
+    paths = [path for path in dict.fromkeys([*own, *others]) if path.endswith(".py")]
     for words in (["check", "--quiet", "--output-format=concise"], ["format", "-q", "--check"]):
-        command = [sys.executable, "-m", "ruff", *words, *paths]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = ran([sys.executable, "-m", "ruff", *words, *paths])
         assert not done.returncode, f"ruff {words[0]}\n{done.stdout}{done.stderr}"
     return ", ".join(paths)
+
+
+ran = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def lists(kind: Kind, name: str) -> str:
@@ -246,42 +261,43 @@ def changed(*paths: Path) -> str:
 
 def properties(kind: Kind, name: str) -> str:
     """Check the declared properties, and write the row of the README if it is out of date."""
-    from tests.verdict_tables import write, written
+    from tests.verdict_tables import insert
 
     table = import_module(f"tests.{kind.folder}.table")
     row = table.row(name)  # raises AssertionError for a false declaration
-    head, *old = written(table.README)
-    if row in old or (kind is AGGREGATOR and not (ROOT / kind.files(name)[0]).exists()):
+    if kind is AGGREGATOR and not (ROOT / kind.files(name)[0]).exists():
         return "those declared hold"
-    rows = {line.split("|")[1].strip(" `").lower().replace("_", ""): line for line in (*old, row)}
     stems = sorted(path.stem for path in ROOT.glob(f"conf/{GROUPS[kind.folder]}/*.yaml"))
-    order = [key for stem in stems if (key := stem.replace("_", "")) in rows]
-    write(table.README, head, [rows[key] for key in order])
-    return changed(table.README)
+    return changed(*[table.README] * insert(table.README, row, stems)) + ", those declared hold"
+
+
+def entry_of(kind: Kind, name: str) -> catalogue.Entry:
+    return next(one for one in catalogue.list(GROUPS[kind.folder]) if one.name == name)
 
 
 def picture(kind: Kind, name: str) -> str:
-    """Draw the picture of the gallery if it is older than the class, its yaml or the gallery."""
-    from docs import draw_gallery
+    """Draw the picture of the gallery if it is not up to date, and check that it has an effect."""
+    from docs import draw_gallery as gallery
 
-    entry = next(one for one in catalogue.list(GROUPS[kind.folder]) if one.name == name)
-    drawn = draw_gallery.picture(entry)
-    sources = [ROOT / source for source in (*kind.files(name)[:2], "docs/draw_gallery.py")]
-    newest = max(source.stat().st_mtime for source in sources if source.exists())
-    if drawn.exists() and drawn.stat().st_mtime >= newest:
-        return "ok"
-    return changed(draw_gallery.store(entry))
+    entry = entry_of(kind, name)
+    written = [] if gallery.is_up_to_date(entry) else [gallery.store(entry)]
+    assert gallery.shows_effect(entry), gallery.NO_EFFECT
+    return changed(*written)
 
 
 def tests(kind: Kind, name: str) -> str:
-    """Run the tests of this name, and those that compare the lists of names."""
+    """Run the tests of this name or class, and those that compare the lists of names."""
     import pytest
 
+    from tests.naming import functions_that_name
+
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # one of hydra must precede hydra
-    named = f"[{name}] or [{name}- or -{name}- or -{name}]"
-    chosen = f"{named} or every_config_has_a_row or its_class_and"
+    cls = entry_of(kind, name).fields["_target_"].rpartition(".")[2]
+    others = functions_that_name(cls, ROOT / "tests" / kind.folder)
+    named = (f"[{name}]", f"[{name}-", f"-{name}-", f"-{name}]")
+    chosen = " or ".join([*named, "every_config_has_a_row", "its_class_and", *others])
     marks = "one_in or not slow and not full"
-    paths = [str(ROOT / path) for path in (*kind.tests, COMPLETENESS)]
+    paths = {str(ROOT / path): "" for path in (*kind.tests, COMPLETENESS, *others.values())}
     with redirect_stdout(StringIO()) as out:  # in this process, which has imported torch
         code = pytest.main([f"--rootdir={ROOT}", "-k", chosen, "-m", marks, *paths])
     assert not code, out.getvalue()

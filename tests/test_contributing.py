@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import new
 from tests.conftest import Here
 
 ROOT = Path(__file__).parents[1]
@@ -29,15 +30,39 @@ def task(folder: Path) -> Iterator[None]:
     sys.modules.pop("columns", None)
 
 
-def test_the_files_that_the_guide_names_exist_and_have_the_names_in_them() -> None:
-    text = re.sub(r"^```.*?^```$", "", TEXT, flags=re.DOTALL | re.MULTILINE)
+@pytest.mark.parametrize(("page", "least"), [("CONTRIBUTING.md", 2), ("ARCHITECTURE.md", 20)])
+def test_the_files_that_a_guide_names_exist_and_have_the_names_in_them(
+    page: str, least: int
+) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     for path in re.findall(r"`([\w.]+/(?:\w+/)*(?:\w+\.\w+)?)`", text):
-        assert (ROOT / path).exists() or "soft_clip" in path, path
+        assert file(path).exists() or "soft_clip" in path, path
     found = re.findall(r"((?:`\w+`(?:, | and )?)+)\s+in\s+`([\w/]+\.py)`", text)
-    assert len(found) > 12
+    assert len(found) >= least
     for names, path in found:
         for name in re.findall(r"\w+(?=`)", names):
-            assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), name
+            assert re.search(rf"\b{name}\b", file(path).read_text(encoding="utf-8")), name
+
+
+def file(path: str) -> Path:
+    """A path on a page, from the repository or from `gradsurg/`."""
+    return ROOT / path if (ROOT / path).exists() else ROOT / "gradsurg" / path
+
+
+@pytest.mark.parametrize("kind", new.KINDS.values(), ids=list(new.KINDS))
+def test_the_guide_names_all_that_new_py_proposes_to_copy(kind: new.Kind) -> None:
+    proposed = set(re.findall(r" (\w+)(?:,|$)", kind.likes))
+    section = TEXT.partition(f"## Add a{'n' * (kind is new.AGGREGATOR)} ")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`--like (\w+)`", section)) == proposed
+    for name in proposed:
+        assert all((ROOT / path).exists() for path in kind.files(name))
+
+
+def test_the_guide_fits_a_window() -> None:
+    lines = [line for line in TEXT.splitlines() if not line.lstrip().startswith("|")]
+    assert max(map(len, lines)) <= 110
+    assert len(TEXT.splitlines()) <= 150
 
 
 def numbers(seed: int) -> str:

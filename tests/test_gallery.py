@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 import gradsurg as gs
 from docs import draw_gallery as gallery
 
@@ -27,3 +29,20 @@ def test_each_transform_and_aggregator_has_a_small_picture_and_there_is_no_other
     )
     assert max(files.values()) < MAX_BYTES
     assert sum(files.values()) < MAX_ALL
+
+
+def test_a_picture_is_compared_with_its_file_and_with_one_of_unchanged_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = next(one for one in gs.list("transform") if one.name == "clip")
+    assert gallery.is_up_to_date(entry)
+    assert gallery.shows_effect(entry)
+    monkeypatch.setitem(gallery.ILLUSTRATED, "clip", {"value": 9.0})
+    assert not gallery.is_up_to_date(entry)
+    assert not gallery.shows_effect(entry)
+
+
+def test_only_pictures_without_an_effect_are_excepted() -> None:
+    for entry in gs.list("transform"):
+        if entry.name in gallery.UNSEEN:
+            assert not gallery.differ(gallery.drawn(entry), gallery.drawn(entry, acts=False))

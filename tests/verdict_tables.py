@@ -37,3 +37,16 @@ def written(readme: Path) -> list[str]:
     """Return the lines of the table of a README, the head first."""
     text = readme.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     return [line for line in text.splitlines() if line.startswith("| ")]
+
+
+def insert(readme: Path, row: str, order: Sequence[str]) -> bool:
+    """Put the row of a plug-in into the table of a README, and return whether that changed it.
+
+    `order` has the names of all plug-ins; underscores and capitals do not count.
+    """
+    head, *old = written(readme)
+    if row in old:
+        return False
+    rows = {line.split("|")[1].strip(" `").lower().replace("_", ""): line for line in (*old, row)}
+    write(readme, head, [rows[key] for name in order if (key := name.replace("_", "")) in rows])
+    return True

@@ -32,7 +32,8 @@ TransformProperty = Literal[
     "unbiased",  # E[T(g)] = g over the random draws
     "deterministic",  # draws no random numbers
     "differentiable",  # autograd differentiates T(g) by g and by all that T reads besides, except
-    # for the state; the probabilities of its draws do not depend on g
+    # for the state; the probabilities of its draws do not depend on g. At a kink of T, such as a
+    # norm at g = 0, nothing is claimed, and the derivative may be NaN.
 ]
 """Properties of a transform T. `gradsurg.testing.check_transform` tests each of them."""
 

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from gradsurg.testing import check_transform
 from gradsurg.testing.transforms import DTYPES, context_with, noise
-from gradsurg.transforms.base import TransformContext, TransformState
+from gradsurg.transforms.base import (
+    Scaling,
+    TransformContext,
+    TransformState,
+    init_all,
+    update_all,
+)
 from gradsurg.triggers.base import Clock
 from tests.transforms.cases import INF, NAN, build, names
 
@@ -63,6 +69,23 @@ def test_two_instances_of_a_config_are_equal_and_immutable(name: str) -> None:
     assert repr(build(name)) == repr(transform)
     with pytest.raises(AttributeError):
         setattr(transform, next(iter(vars(transform)), "anything"), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [name for name in names() if isinstance(build(name), Scaling)])
+def test_the_factors_of_a_scaling_give_the_results_of_its_update(
+    name: str, dtype: torch.dtype
+) -> None:
+    transform = build(name)
+    assert isinstance(transform, Scaling)
+    assert not transform.init(noise((3,), dtype))
+    for scale in (0.0, 1e-3, 1.0, 1e3):
+        grads = [scale * noise(shape, dtype) for shape in ((3,), (2, 3), (4, 3, 3, 3))]
+        contexts = [dataclasses.replace(context_with(grad), site=f"{grad.ndim}") for grad in grads]
+        results, _ = update_all(transform, grads, init_all(transform, grads), contexts)
+        factors = transform.factors(grads, contexts)
+        for grad, factor, result in zip(grads, factors, results, strict=True):
+            torch.testing.assert_close(grad * factor, result, rtol=0, atol=0)
 
 
 SOONER = {"chain": (), "mask": (), "clip": pytest.mark.slow, "muon": pytest.mark.slow}
