@@ -210,8 +210,8 @@ class Activations(ModuleSelector):
     keyword arguments are included.
 
     A tensor is transformed once, at its first site. A module that returns a tensor of another
-    matching module unchanged adds no site: an identity, or a container that returns the output of its last
-    child. A tensor changed in place between them is another value. A module that writes to
+    matching module unchanged adds no site: an identity, or a container that returns the output of
+    its last child. A tensor changed in place between them is another value. A module that writes to
     its input writes to the transformed tensor, and to a copy of a container or object that holds
     it; the caller's remain unchanged.
 

@@ -73,8 +73,8 @@ class Buckets(ParamSelector):
     nothing, both stages act on `.grad` after each backward pass.
 
     gradsurg registers one communication hook on the model. It stays registered after the surgery
-    and then only averages, as DistributedDataParallel does. A model that has a communication hook
-    already is refused.
+    and then only averages, like DistributedDataParallel itself. A model that already has a
+    communication hook is refused.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("sent", "reduced")

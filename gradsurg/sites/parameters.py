@@ -58,10 +58,10 @@ KINDS = {kind.mode: kind for kind in (BACKWARD, ACCUMULATED, BACKWARD_END, STEP)
 class Parameters(ParamSelector):
     """Select the gradients of the parameters whose name fits `pattern`, a glob or `re:`.
 
-    `types` is a pattern on the class of the module that owns the parameter, `depth` the number of
-    parts in that module's name, `index` the last number in the name of the parameter, and
-    `size` its number of entries. `depth`, `index`, `ndim` and `size` are a number or a pair (lowest, highest). The
-    stages:
+    `types` is a pattern on the class of the module that owns the parameter, and `depth` is the
+    number of parts in that module's name. `index` is the last number in the parameter's name,
+    `size` the number of its entries. `depth`, `index`, `ndim` and `size` are a number or a pair
+    (lowest, highest). The stages:
 
     - `backward`, the default of transforms of one gradient, is the gradient of one backward pass
       before it is added to `.grad`;

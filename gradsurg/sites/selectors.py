@@ -116,9 +116,9 @@ class ModuleSelector(NamedSelector):
 class ParamSelector(NamedSelector):
     """Select the parameters whose name fits `pattern`, a glob or `re:`.
 
-    `types` is a pattern on the class of the module that owns the parameter. `depth`
-    describes the name of that module, `index` the name of the parameter (see `ModuleSelector`),
-    `ndim` and `size` (the number of entries) the parameter. Each is a number, or a pair (lowest, highest).
+    `types` is a pattern on the class of the module that owns the parameter. `depth` describes the
+    name of that module, `index` the name of the parameter (see `ModuleSelector`), `ndim` and `size`
+    (the number of entries) the parameter. Each is a number, or a pair (lowest, highest).
     """
 
     ndim: Range | None = None
