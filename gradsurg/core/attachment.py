@@ -153,7 +153,7 @@ class Attachment:
 
     @property
     def has_multi_task(self) -> bool:
-        """Whether `multi_task` was needed."""
+        """Whether `multi_task` was made, which happens at its first use."""
         return "multi_task" in vars(self)  # where `cached_property` keeps its value
 
     def warn_unknown_scaler(self) -> None:
@@ -166,7 +166,7 @@ class Attachment:
         expectations.enter_unmet(self)
 
     def tell(self, moment: str, *found: object) -> None:
-        """Call the pitfalls that listen at a moment, a method of `Pitfall`; emit their warnings."""
+        """Call the method `moment` of the pitfalls that override it; emit the warnings."""
         for listener in [*self.listeners[moment]]:  # a copy, as some are removed
             for text in listener(self, *found) or ():
                 self.warn_once(text)
@@ -227,7 +227,7 @@ class Attachment:
             raise
 
     def remove(self, operation: Operation) -> None:
-        """Detach an intervention, keep its closing notes, and forget the rest."""
+        """Detach an intervention; keep its warnings for the end, and forget the rest."""
         self.removed_notes += expectations.closing_notes(self, operation)
         self._watch([each for each in self.operations if each is not operation])
         self.forget(operation)
@@ -304,7 +304,7 @@ class Attachment:
                 operation.examples.end_step()  # frees the gradients of single examples
 
     def load_states(self) -> None:
-        """Go on from the states and the step that the surgery has loaded into `states`, `clock`."""
+        """Continue from the states and the step that were loaded into `states` and `clock`."""
         self.effects.begin(self.clock.step)
         for operation in self.operations:
             operation.invalidate()  # decisions and checks were of the old state

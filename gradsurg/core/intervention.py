@@ -73,8 +73,9 @@ class Intervention:
 
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` and all fields after
     it are computed when the intervention is made. `stage` is the selector's, or the default of the
-    kind of site for the transform's scope; an aggregator has none. Raises ValueError if the
-    transform cannot act at this stage or needs something that the sites do not provide.
+    kind of site for transforms of one gradient or of a group; an aggregator has none. Raises
+    ValueError if the transform cannot act at this stage or needs something that the sites do not
+    provide.
     """
 
     transform: Transform | Aggregator | GradCallable

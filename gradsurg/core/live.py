@@ -259,7 +259,7 @@ class Live:
     def remove(self, label: str) -> None:
         """Detach an intervention, from the next backward on, and drop its state.
 
-        Raises LookupError, listing the labels, unless one is `label`.
+        Raises LookupError, listing the labels, for an unknown label.
         """
         operation = self._find(label)
         if label != operation.label:
@@ -293,10 +293,10 @@ class Live:
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """Run interventions at stage `step` now, and not again in the next `optimizer.step()`.
 
-        For loops in which something else comes between, such as the clipping of a framework. It
-        does so for all optimizers, or the given one. Gradients must be unscaled: with a GradScaler
-        call `scaler.unscale_(optimizer)` first. Raises RuntimeError if they are not, ValueError if
-        no optimizer is bound.
+        For loops that do something between the interventions and `optimizer.step()`, such as the
+        clipping of a framework. It runs those of all optimizers, or of the given one. Gradients
+        must be unscaled: with a GradScaler call `scaler.unscale_(optimizer)` first. Raises
+        RuntimeError if they are not, ValueError if no optimizer is bound.
         """
         self.attachment.check_open()
         self.attachment.steps.run_before(optimizer, self.attachment.scaler)

@@ -138,14 +138,15 @@ class Surgery:
                 one an aggregator draws new random numbers at each `live.backward`.
             clock: The optimizer, of several, whose steps are counted; by default the first.
             effects_every: Steps between measurements of effects; 0 measures none.
-            conflict_every: The same for the conflict of several tasks, at steps of `effects_every`.
+            conflict_every: The same for conflicts between tasks, which are measured only at steps
+                at which effects are measured too.
             shadow: Effects are measured, and gradients stay unchanged. To save time, the ledger
                 then counts only measured steps of a transform without a state whose trigger is
                 `Always`.
             scaler: The scaler of the losses. A transform, a trigger or an aggregator that depends
                 on the scale is refused at stages with scaled gradients. A scaler that was not
                 passed is noticed, with a warning, at the first optimizer step.
-            steps_per_epoch: Counts an epoch each time after so many steps, in place of
+            steps_per_epoch: The number of steps after which an epoch is counted, in place of
                 `live.next_epoch()`.
 
         Used without `with`, the surgery stays attached until `live.close()`, like with `start`. If
@@ -332,7 +333,7 @@ class Surgery:
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
 
     def take_back(self, live: Live) -> None:
-        """Keep the interventions of a handle as it closes, and be detached."""
+        """Take over the interventions of a handle that closes, and count as detached."""
         if self._live is live:
             self._interventions = live.interventions
             self._live = None

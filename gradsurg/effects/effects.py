@@ -54,7 +54,7 @@ class NonFinite(NamedTuple):
 
 
 class SlotState(TypedDict):
-    """A slot in a checkpoint."""
+    """A slot (one transform at one site) in a checkpoint."""
 
     transform: str
     intervention: str
@@ -109,7 +109,7 @@ class Effects:
         return f"Effects at {len(self._slots)} sites: table() is a text, rows() are the numbers"
 
     def slot(self, transform: str, entry: Entry) -> int:
-        """Return the number of the slot of one transform at one site."""
+        """Return the number of the slot, the place for the numbers of one transform at one site."""
         place = transform, entry.intervention, entry.site
         if place not in self._places:
             self._places[place] = len(self._slots)
@@ -293,7 +293,7 @@ class Effects:
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
-        """The first measured gradient of finite entries for which a transform returned others."""
+        """The first measurement in which a transform made NaN or infinity of a finite gradient."""
         self._collect()
         return self._first_nonfinite
 
@@ -301,7 +301,8 @@ class Effects:
         """Return the rows of all gradients so far as a text table.
 
         With `sites` it has all sites that match this pattern. Without, a transform with more than
-        20 sites shows only those that stand out.
+        20 sites has one row over all, and rows for its sites with the lowest cosine or the norm
+        ratio farthest from 1.
         """
         rows = self.rows()
         if sites is None:

@@ -172,7 +172,8 @@ class Ledger:
     def silent(self, intervention: str) -> str:
         """Return the sites of an intervention at which no gradient passed, with the known reasons.
 
-        If a gradient passed at another site, those with a reason are in the table, and not listed.
+        If a gradient passed at another site, those with a reason, which `table` shows, are left
+        out.
         """
         entries = self.of(intervention)
         silent = [entry for entry in entries if not entry.all_calls and not entry.is_traced]

@@ -54,9 +54,9 @@ class SharedParameters(ParamSelector):
 
     The engine `full` runs one backward pass a task and keeps tasks x parameters numbers between
     steps. `feature` combines the gradients at the representation that the tasks share, the output
-    of the module named by `features`, and runs one backward pass below it: the upper bound MGDA-UB
-    of Sener and Koltun, NeurIPS 2018, for any aggregator. A complex representation counts as two
-    real numbers an entry. It needs one forward pass a step, and so no `aggregate=False`.
+    of the module named by `features`, and runs one backward pass from there: the upper bound
+    MGDA-UB of Sener and Koltun, NeurIPS 2018, for any aggregator. A complex representation counts
+    as two real numbers an entry. It needs one forward pass a step, and so no `aggregate=False`.
 
     In several processes of DistributedDataParallel `reduce="mean"` averages the gradients and
     losses of each task before the aggregator acts, by one all-reduce of tasks x parameters numbers:
@@ -75,9 +75,10 @@ class SharedParameters(ParamSelector):
     aggregator with a state or with a fixed number of tasks skips the step. Both are counted, and
     warned about at the end. This option reads every gradient once more, and waits for the device.
 
-    With `full`, transforms before the optimizer step see the gradient of each task. With `feature`,
-    those at and below the representation see the combined gradient, except those with a `ForTask`,
-    which see their task at the representation too.
+    With `full`, transforms before the optimizer step see the gradient of each task. With `feature`
+    only those between the losses and the representation do; at the representation and from there to
+    the input transforms see the combined gradient. A transform at the representation with the
+    trigger `ForTask` sees the gradient of its task.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> surgery = gs.Surgery(gs.Intervention(gs.MGDA(), at=gs.SharedParameters()))

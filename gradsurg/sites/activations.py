@@ -202,14 +202,15 @@ class Activations(ModuleSelector):
     `side="output"` selects the tensors that flow out of a module, `"input"` those that flow into
     it. `backward="through"` differentiates the transform; `"straight"` takes its derivative to be
     one. Site ids are `name#call`, then `.input`, and the path of the tensor unless it is the only
-    one: `mix#0.input.1`, `mix#0.input.mask`.
+    one: `mix#0.input.1`, `mix#0.input.mask`. `types`, `depth`, `index` and `call` are
+    those of `Outputs`.
 
     Every floating tensor that a matching module returns or takes is replaced by the result of the
     transform, in training and in evaluation. Tensors inside tuples, lists, dicts, dataclasses and
     keyword arguments are included.
 
-    A tensor is transformed once, at its first site. A module adds no site if it returns a tensor
-    unchanged from another matching module, such as an identity or a container with the output of
+    A tensor is transformed once, at its first site. A module that returns a tensor of another
+    matching module unchanged adds no site: an identity, or a container that returns the output of
     its last child. A tensor changed in place between them is another value. A module that writes to
     its input writes to the transformed tensor, and to a copy of a container or object that holds
     it; the caller's remain unchanged.
@@ -219,8 +220,9 @@ class Activations(ModuleSelector):
     checkpoint.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
-    values. So RuntimeError is raised if the transform has a state or random numbers or has changed
-    since the forward, if the block has ended, or if a later forward changed other tensors.
+    values. So RuntimeError is raised if the transform has a state or random numbers, if the step, a
+    switch or the intervention has changed since the forward, if the block has ended, or if another
+    call of the module, in the same forward or a later one, was transformed differently.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Activations("0"))).attach(model):

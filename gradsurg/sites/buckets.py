@@ -72,8 +72,9 @@ class Buckets(ParamSelector):
     have the `bytes` that one process sends for a gradient. In a program of one process, which sends
     nothing, both stages act on `.grad` after each backward pass.
 
-    The model has one communication hook, which stays registered and averages as before when no
-    surgery is attached. A communication hook of others is refused.
+    gradsurg registers one communication hook on the model. It stays registered after the surgery
+    and then only averages, like DistributedDataParallel itself. A model that already has a
+    communication hook is refused.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("sent", "reduced")

@@ -176,13 +176,13 @@ class Captured(ModuleSelector):
 
     `pattern` and the other fields select parameters, whose site is their name, and modules, whose
     outputs are the sites `name#call`, followed by a path like for `Outputs`. `call` selects outputs
-    only, `ndim` and `size` (the number of entries) parameters only.
+    only, `ndim` and `size` (see `Parameters`) parameters only.
 
     The tensor itself must be among the inputs of the call: for other tensors and for gradient edges
     the result of PyTorch is unchanged. Only the returned gradient changes, not the one that flows
     on to other inputs: for that use `Outputs`. The transform gets the gradient that PyTorch
-    returns. It acts before the hooks of an output if the inputs also include a tensor from which
-    that output was computed, otherwise after them.
+    returns. Tensor hooks on an output have changed it already, unless the inputs also include a
+    tensor from which that output was computed.
 
     An unused input has no gradient, unless `materialize_grads` makes zeros of it.
     `is_grads_batched` is refused, since a transform takes one gradient. Inside `torch.func` all

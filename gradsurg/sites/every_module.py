@@ -76,9 +76,10 @@ class EveryModule(Leaf):
     `full_backward_pre` and `full_backward` change gradients, like `ModuleGradients`, whose limits
     then hold for every module of the process.
 
-    A module of the model has its name there (the model itself is `root`, which a pattern must spell
-    out). Any other module has the name of its class: a loss is `CrossEntropyLoss#0`. Calls are
-    counted within one call of the model; a call outside it is call 0.
+    A module of the model has its name there. The model itself is `root`, which only the pattern
+    `root` selects, unless the model has no submodules. Any other module has the name of its class:
+    a loss is `CrossEntropyLoss#0`. Calls are counted within one call of the model; a call outside
+    it is call 0.
 
     Calls in all threads are seen, but not those in compiled code, which ignores global hooks
     registered after it was compiled. Modules outside the model are unknown until they are called: a

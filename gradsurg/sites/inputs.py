@@ -214,7 +214,8 @@ class Inputs(ModuleSelector):
     gradient that bypasses `f` is left alone. `path="total"` is the sum over all uses of the tensor,
     and modules that take the same tensor are one site. Site ids are `name#call.input`, followed by
     the path of the tensor unless the module is called with one tensor: `mix#0.input.1` by position,
-    `mix#0.input.mask` by keyword, `.input.0.h` in a nested value.
+    `mix#0.input.mask` by keyword, `.input.0.h` in a nested value. `types`, `depth`,
+    `index` and `call` are those of `Outputs`.
 
     Every floating tensor that a module takes is hooked, also by keyword. For a branch the module
     gets an alias of its input, and the alias is hooked. So a container and its first child are two

@@ -178,7 +178,8 @@ class ModuleGradients(ModuleSelector):
     `kind="full_backward_pre"` hooks the gradients of the outputs of a module, at sites `name#call`.
     `kind="full_backward"` hooks the gradients of its positional inputs, at sites `name#call.input`,
     where a change does not reach the parameters of the module itself (see `Inputs` with
-    `path="branch"`). The path of the tensor follows if there are several: `lstm#0.0`.
+    `path="branch"`). The path of the tensor follows if there are several: `lstm#0.0`. `types`,
+    `depth`, `index` and `call` are those of `Outputs`.
 
     Prefer `Outputs` and `Inputs`, since these hooks have limits:
 
@@ -188,7 +189,7 @@ class ModuleGradients(ModuleSelector):
     - `torch.autograd.grad(y, weight)` bypasses `full_backward`. `torch.compile` breaks the graph
       there and refuses `fullgraph=True`. Inside `torch.func` such a module raises.
     - The hooks ignore tensors passed by keyword or inside lists and dicts: the ledger lists these,
-      and a call without others raises.
+      and a call with no other tensors raises an error.
     - If no input needs a gradient the ledger says so once; PyTorch's own warning about it, in each
       backward pass, is suppressed while the block is open.
     - The deprecated `register_backward_hook` is not offered, and a module that has such a hook is

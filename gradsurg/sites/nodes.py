@@ -185,10 +185,10 @@ class Nodes(Leaf):
     picks one. Site ids are `module#call/Name[occurrence]`, such as
     `encoder.layers.0.linear1#0/AddmmBackward[0]`, followed by `.edge` at `side="leave"`.
 
-    `edge="residual"` selects, of the additions that end a residual connection, the edge into the
-    branch, and none of other nodes. Both operands of such an addition come from one tensor. The
-    branch is the operand that is further from that tensor in the graph, with a matrix product or a
-    convolution.
+    `edge="residual"` selects the edge into the branch of a residual connection, at the addition
+    that ends it, and no edge of other nodes. Both operands of such an addition are computed from
+    one tensor. The branch is the operand that is further from that tensor in the graph, with a
+    matrix product or a convolution on the way.
 
     A node belongs to the innermost module that was running when it was made; nodes made in the
     model's own forward belong to `root`. So a weight's autocast cast, made once, belongs to the
@@ -196,9 +196,9 @@ class Nodes(Leaf):
     reads it. Nodes of a reentrant checkpoint are hooked in the backward pass, except those made
     outside of modules.
 
-    Not found are nodes on which no output of the model depends, and nodes made after the model (use
-    `gs.hook(loss.grad_fn, ...)`) or in a backward pass. Raises LookupError after the first forward
-    if no node is selected.
+    Nodes on which no output of the model depends are not found, nor are nodes made after the
+    model's forward (use `gs.hook(loss.grad_fn, ...)`) or in a backward pass. Raises LookupError
+    after the first forward if no node is selected.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     >>> with gs.Surgery(gs.Intervention(gs.Zero(), at=gs.Nodes("Addmm", "0"))).attach(model):

@@ -100,9 +100,11 @@ OUTPUTS = Kind("Outputs", "", modules_of, _Watched, is_traced=True)
 class Outputs(ModuleSelector):
     """Select the gradients with respect to the outputs of the modules whose name fits `pattern`.
 
-    `call` picks one call, counted from 0 within one call of the model. `item` picks tensors by
-    their path in the output, such as "0" or "1.*"; a module without such a tensor is left out. Site
-    ids are `name#call`, followed by the path of the tensor if there are several:
+    `types` is a pattern on the class of the module or of a base class. `depth` is the number of
+    parts in its name and `index` the last number in it, each a number or a pair (lowest, highest).
+    `call` picks one call, counted from 0 within one call of the model. `item` picks
+    tensors by their path in the output, such as "0" or "1.*"; a module without such a tensor is
+    left out. Site ids are `name#call`, followed by the path of the tensor if there are several:
     `encoder.lstm#0.1.0`.
 
     A tensor hook is registered on every floating tensor that a matching module returns, also inside

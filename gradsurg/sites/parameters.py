@@ -58,15 +58,17 @@ KINDS = {kind.mode: kind for kind in (BACKWARD, ACCUMULATED, BACKWARD_END, STEP)
 class Parameters(ParamSelector):
     """Select the gradients of the parameters whose name fits `pattern`, a glob or `re:`.
 
-    `types` is a pattern on the class of the module that owns the parameter; `depth`, `index`,
-    `ndim` and `size` (its number of entries) are a number or a pair (lowest, highest). The stages:
+    `types` is a pattern on the class of the module that owns the parameter, and `depth` is the
+    number of parts in that module's name. `index` is the last number in the parameter's name,
+    `size` the number of its entries. `depth`, `index`, `ndim` and `size` are a number or a pair
+    (lowest, highest). The stages:
 
-    - `backward`, the default of tensor transforms, is the gradient of one backward pass before it
-      is added to `.grad`;
+    - `backward`, the default of transforms of one gradient, is the gradient of one backward pass
+      before it is added to `.grad`;
     - `accumulated` is the running sum in `.grad` after each backward pass;
     - `backward_end` is all `.grad`s at the end of a pass;
-    - `step`, the default of group transforms, is the unscaled and accumulated gradient that the
-      optimizer is about to use.
+    - `step`, the default of group transforms, which need all gradients at once, is the unscaled and
+      accumulated gradient that the optimizer is about to use.
 
     A tied parameter is one site with several names. A frozen parameter is skipped and reported in
     the ledger.

@@ -406,10 +406,10 @@ class Leaf(Selector):
 
     @abstractmethod
     def picks(self, place: Place) -> bool:
-        """Return whether a place with a near name fits the other fields, such as the call."""
+        """Return whether a place whose name fits also fits the other fields, such as the call."""
 
     def expected(self, name: str) -> str:
-        """Return the site id for the warning that no place was met at a near name.
+        """Return the site id for the warning that no place was met under a name that fits.
 
         Empty if no warning is needed.
         """
@@ -425,7 +425,7 @@ class Leaf(Selector):
 
     @property
     def picks_all(self) -> bool:
-        """Whether it picks every place with a near name."""
+        """Whether it picks every place whose name fits."""
         return False
 
     @property

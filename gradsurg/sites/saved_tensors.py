@@ -264,9 +264,9 @@ class SavedTensors(ModuleSelector):
     node's with PyTorch's name for the saved tensor, `act#0/ReluBackward[0].result`. `of` is the
     kind of tensor. `parameters` are the weights, their views and casts, and the tensors in their
     place in a `torch.func.functional_call`. `activations` are all other floating tensors except
-    buffers, such as the statistics of a norm or the mask of a dropout. They include a weight that
-    the model computes by a parametrization such as `weight_norm`, by pruning or by another network.
-    `all` is both.
+    buffers. They include the mean and variance that a norm computes, the mask of a dropout, and a
+    weight that the model computes by a parametrization such as `weight_norm`, by pruning or by
+    another network. `all` is both.
 
     The forward pass is unchanged; the backward pass computes with the transformed tensors, for
     example with activations stored in few bits. Every floating tensor saved during a call of a
@@ -274,10 +274,10 @@ class SavedTensors(ModuleSelector):
     belongs to the innermost that matches. A tensor is read once in each backward pass, and counted
     then.
 
-    Integer tensors, such as indices, are never changed. The cast of a frozen weight has no graph:
-    such a tensor with the shape of a frozen weight in another dtype is taken for it. The transform
-    is a constant to autograd, so a backward pass with `create_graph` raises. A tensor changed in
-    place since it was saved raises the error that PyTorch would raise.
+    Integer tensors, such as indices, are never changed. The cast of a frozen weight has no graph,
+    so a tensor without one, with the shape of a frozen weight and another dtype, counts as the
+    cast. The transform is a constant to autograd, so a backward pass with `create_graph` raises. A
+    tensor changed in place since it was saved raises the error that PyTorch would raise.
 
     Other saved-tensor hooks, such as a checkpoint's or `save_on_cpu`, stay active, and the
     transform gets the tensors that they return. There are two exceptions. With `node`, a saved

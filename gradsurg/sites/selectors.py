@@ -77,7 +77,7 @@ class ModuleSelector(NamedSelector):
     (lowest, highest). `call` picks one call, counted from 0 within one call of the model.
 
     A module with several names can be selected by each; its calls take the names in turn. The model
-    itself is `root`, which a pattern must spell out unless the model has no submodules.
+    itself is `root`, which only the pattern `root` selects, unless the model has no submodules.
     """
 
     call: Annotated[int, Field(ge=0)] | None = None
@@ -116,9 +116,9 @@ class ModuleSelector(NamedSelector):
 class ParamSelector(NamedSelector):
     """Select the parameters whose name fits `pattern`, a glob or `re:`.
 
-    `types` is a pattern on the class of the module that owns the parameter. `depth` and `index`
-    describe the name of that module (see `ModuleSelector`), `ndim` and `size` (the number of
-    entries) the parameter. Each is a number, or a pair (lowest, highest).
+    `types` is a pattern on the class of the module that owns the parameter. `depth` describes the
+    name of that module, `index` the name of the parameter (see `ModuleSelector`), `ndim` and `size`
+    (the number of entries) the parameter. Each is a number, or a pair (lowest, highest).
     """
 
     ndim: Range | None = None

@@ -144,18 +144,18 @@ class Uses(Leaf):
     `use` picks the n-th use, in the order in which the operations ran; an operation that takes a
     tensor twice counts twice. Site ids are `encoder.0#0/use[1]` (with the path of the tensor before
     the slash if a module returns several) and `embed.weight/use[0]`. The model itself is `root`,
-    which a pattern must spell out.
+    which only the pattern `root` selects.
 
     A tensor hook gets the sum over all uses of a tensor. Here each operation that takes the tensor
     is a site of its own, hooked by a node posthook.
 
-    Only uses inside the outermost module call on which an output depends are found: not one in the
-    loss. A view of the tensor is one use, and so is the cast of a weight under autocast; an
-    operation that changes the tensor in place is its last use. Modules that return the same tensor
-    share its uses. In a reentrant checkpoint uses are hooked in the backward pass, and uses of a
-    parameter are counted from 0 in each recomputation; uses of the tensors that it returns are not
-    found. A tensor that replaces a parameter in a `functional_call` has the name of the parameter.
-    Raises LookupError after the first forward if no use is selected.
+    A use is found if it is inside the outermost call of a module, and an output of that call
+    depends on it: a use in the loss is not found. A view of the tensor is one use, and so is the
+    cast of a weight under autocast; an operation that changes the tensor in place is its last use.
+    Modules that return the same tensor share its uses. In a reentrant checkpoint uses are hooked in
+    the backward pass, and uses of a parameter are counted from 0 in each recomputation; uses of the
+    tensors that it returns are not found. A tensor that replaces a parameter in a `functional_call`
+    has the name of the parameter. Raises LookupError after the first forward if no use is selected.
     """
 
     pattern: Pattern
