@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -298,9 +298,12 @@ def field_rows(cls: type, entry: Entry) -> list[list[str]]:
     """Return the table of the fields of a class: type, bounds, default and meaning."""
     rows = [["field", "type", "bounds", "default", "meaning"]]
     comments = yaml_comments(entry)
+    plain, checked = get_type_hints(cls), get_type_hints(cls, include_extras=True)  # with bounds
     for one in inspect.signature(cls).parameters.values():
         is_stage = one.name == "stage" and entry.stages
-        kind = Literal[tuple(entry.stages)] | None if is_stage else one.annotation
+        is_field = one.annotation == plain.get(one.name)
+        given = checked[one.name] if is_field else one.annotation
+        kind = Literal[tuple(entry.stages)] | None if is_stage else given
         star = "*" if one.kind is one.VAR_POSITIONAL else ""
         default = "required" if one.default is one.empty else f"`{one.default!r}`"
         text = meaning(cls, one.name) or comments.get(one.name, "")

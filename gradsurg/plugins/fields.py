@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from inspect import signature
+from inspect import Signature, signature
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -113,7 +122,22 @@ def validated(cls: Class) -> Class:
             raise FieldError(cls.__name__, faults) from None
 
     checked.__init__ = init
+    if "__signature__" in vars(checked):  # not with an __init__ of the class's own
+        checked.__signature__ = _Bare(vars(checked)["__signature__"])
     return checked
+
+
+class _Bare:
+    """A signature as `help` and notebooks show it: types without bounds and validators."""
+
+    def __init__(self, generated: Any) -> None:  # Any: pydantic's private descriptor
+        self.generated = generated
+
+    def __get__(self, instance: object, owner: type) -> Signature:
+        full = self.generated.__get__(instance, owner)  # an instance has none: AttributeError
+        types = get_type_hints(owner)
+        bare = [one.replace(annotation=types[one.name]) for one in full.parameters.values()]
+        return full.replace(parameters=bare)
 
 
 def only_changed_field(owner: Any) -> str:  # Any: an instance of any dataclass

@@ -2,11 +2,13 @@
 
 import sys
 from dataclasses import KW_ONLY, FrozenInstanceError
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
 
+import gradsurg as gs
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
 from gradsurg.plugins.messages import similar, unknown
 from gradsurg.plugins.reductions import NormOrder, Per
@@ -181,6 +183,12 @@ def test_it_is_a_value() -> None:
     assert "size=2.0" in repr(probe)
     with pytest.raises(FrozenInstanceError):
         probe.size = 3.0
+
+
+def test_the_signature_shows_types_and_defaults_without_validators() -> None:
+    assert str(signature(gs.Clip)) == "(value: float = 0.01) -> None"
+    assert "Validator" not in str(signature(gs.Outputs))
+    assert not hasattr(gs.Clip(), "__signature__")
 
 
 def test_an_unknown_name_lists_the_choices_and_asks() -> None:
