@@ -485,7 +485,11 @@ def _vmap(subject: Subject, shape: Shape) -> None:
         return subject.transform.update(grad, state, context_with(value, 500))
 
     loop = [step(grad, value) for grad, value in zip(grads, values, strict=True)]
-    batch, states = torch.vmap(step)(grads, values)
+    try:
+        batch, states = torch.vmap(step)(grads, values)
+    except UserWarning as slow:  # warnings are errors in the tests
+        text = "use operations that vmap batches, such as sort in place of quantile"
+        raise AssertionError(f"{text}: {str(slow).partition('.')[0]}") from slow
     pairs = {"the result": (batch, torch.stack([result for result, _ in loop]))}
     for key, tensor in states.items():
         pairs[f"'{key}'"] = (tensor, torch.stack([after[key] for _, after in loop]))
