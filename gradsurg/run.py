@@ -216,7 +216,7 @@ def _of_sweep(config: DictConfig) -> "Experiment":
     from gradsurg.experiment.build import build
     from gradsurg.experiment.command import with_shared_loggers
 
-    with warnings.catch_warnings(), chdir(Path.cwd()):  # which a user's code may change
+    with warnings.catch_warnings(), chdir(Path.cwd()):  # undoes an os.chdir of a user's code
         warnings.simplefilter("ignore", SurgeryWarning)  # the check has printed it
         experiment = with_shared_loggers(build(plain(config), trial=False))
     settings = experiment.settings
@@ -230,9 +230,9 @@ def _of_sweep(config: DictConfig) -> "Experiment":
 
 
 def _list(words: list[str]) -> None:
-    """Print the options of a config group or those that words describe; the groups without a word.
+    """Print the options of a group, or all that fit the words; without either, the groups.
 
-    `--list [GROUP] [WORDS] [--config-dir DIR] [--json]`; the folder's own options are listed too.
+    `--list [GROUP] [WORDS] [--config-dir DIR] [--json]`; the options in DIR are listed too.
     """
     parser = ArgumentParser(prog="python -m gradsurg.run", allow_abbrev=False)
     parser.add_argument("--list", metavar="GROUP or WORD", nargs="*", action="extend")
