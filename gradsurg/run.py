@@ -1,6 +1,6 @@
 """Train an experiment from the command line: python -m gradsurg.run transform=clip.
 
-Hydra composes the config of each job. Before, `experiment/overrides.py` checks the arguments;
+`experiment/overrides.py` checks the arguments, then Hydra composes the config of each job.
 `experiment/hydra_errors.py` explains Hydra's errors; `experiment/sweep.py` starts and ends a sweep.
 Modules that import torch are imported in functions, so that `--help` and the error for a wrong name
 are fast.
@@ -171,7 +171,7 @@ def _is_launched() -> bool:
 
 
 def _allowed() -> AbstractContextManager[object]:
-    """Allow what the configs of gradsurg name: Hydra 1.4 warns of a target that is not allowed."""
+    """Allow the targets of gradsurg and Hydra: Hydra 1.4 warns about all others."""
     allow = getattr(hydra.utils, "execution_whitelist", None)
     return nullcontext() if allow is None else allow(["gradsurg.*", "hydra.*", "hydra_plugins.*"])
 
