@@ -2,7 +2,7 @@
 
 `gradsurg.Clip`, `gradsurg.Parameters`, `gradsurg.Steps`, `gradsurg.PCGrad` and the rest are found
 by name in the folders `transforms`, `sites`, `triggers` and `aggregators`. `dir(gradsurg)` lists
-them, and for editors `__init__.pyi`, which `scripts/stub.py` writes. Modules are imported on first
+them; for editors `scripts/stub.py` writes `__init__.pyi`. Modules are imported on first
 use, so reading the files of runs needs no torch.
 """
 

@@ -1,6 +1,6 @@
 """Train an experiment from the command line: python -m gradsurg.run transform=clip.
 
-Hydra composes the config of each job. Before, `experiment/overrides.py` checks the arguments;
+`experiment/overrides.py` checks the arguments, then Hydra composes the config of each job.
 `experiment/hydra_errors.py` explains Hydra's errors; `experiment/sweep.py` starts and ends a sweep.
 Modules that import torch are imported in functions, so that `--help` and the error for a wrong name
 are fast.
@@ -171,7 +171,7 @@ def _is_launched() -> bool:
 
 
 def _allowed() -> AbstractContextManager[object]:
-    """Allow what the configs of gradsurg name: Hydra 1.4 warns of a target that is not allowed."""
+    """Allow the targets of gradsurg and Hydra: Hydra 1.4 warns about all others."""
     allow = getattr(hydra.utils, "execution_whitelist", None)
     return nullcontext() if allow is None else allow(["gradsurg.*", "hydra.*", "hydra_plugins.*"])
 
@@ -216,7 +216,7 @@ def _of_sweep(config: DictConfig) -> "Experiment":
     from gradsurg.experiment.build import build
     from gradsurg.experiment.command import with_shared_loggers
 
-    with warnings.catch_warnings(), chdir(Path.cwd()):  # which a user's code may change
+    with warnings.catch_warnings(), chdir(Path.cwd()):  # undoes an os.chdir of a user's code
         warnings.simplefilter("ignore", SurgeryWarning)  # the check has printed it
         experiment = with_shared_loggers(build(plain(config), trial=False))
     settings = experiment.settings
@@ -230,9 +230,9 @@ def _of_sweep(config: DictConfig) -> "Experiment":
 
 
 def _list(words: list[str]) -> None:
-    """Print the options of a config group or those that words describe; the groups without a word.
+    """Print the options of a group, or all that fit the words; without either, the groups.
 
-    `--list [GROUP] [WORDS] [--config-dir DIR] [--json]`; the folder's own options are listed too.
+    `--list [GROUP] [WORDS] [--config-dir DIR] [--json]`; the options in DIR are listed too.
     """
     parser = ArgumentParser(prog="python -m gradsurg.run", allow_abbrev=False)
     parser.add_argument("--list", metavar="GROUP or WORD", nargs="*", action="extend")

@@ -167,7 +167,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     total = fsum(differences)
     if abs(total) <= _rounding(differences):
         return 1.0
-    # The sum falls to minus itself or below if the flipped or the other differences sum to <= 0.
+    # Flipping S gives total - 2 sum(S): for total > 0 it counts if S or the rest sums to <= 0.
     sums, _ = _subset_sums(differences)
     reached = (sums <= 0).sum() if total > 0 else (sums >= 0).sum()
     return (1 + int(reached)) / _num_pairs(len(sums))
@@ -505,9 +505,9 @@ def chances_of_interval(
     """Return the probabilities that a new 95 % interval of the mean is inside, and is outside.
 
     Inside means from `low` to `high`, outside means wholly outside of it. The interval is the t
-    interval of as many new values, 3 % shorter than the sign-flip test's at n = 8. Each is a pair:
-    for normal values of the measured mean and deviation, and for a mean and a deviation from their
-    posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
+    interval of as many new values, 3 % shorter than the sign-flip test's at n = 8. Each result is a
+    pair for normal values: the first with the measured mean and deviation, the second with both
+    drawn from their posterior (prior 1 / sigma^2). 20,000 draws, fixed seed; values must differ.
     """
     import numpy
 

@@ -273,7 +273,7 @@ def _control_rules(experiment: Experiment, kind: ControlKind) -> Iterator[tuple[
 
 
 def _check_processes(experiment: Experiment, model: nn.Module, errors: ErrorCollector) -> None:
-    """Refuse what several processes do not train as one process does."""
+    """Report settings with which several processes would not train as one process does."""
     settings, count = experiment.settings, experiment.compute.ranks
     item, combining = experiment.intervention, experiment.combining
     found = f"found {count} processes"

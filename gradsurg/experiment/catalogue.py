@@ -50,10 +50,10 @@ PART = 4  # letters from which a word is searched inside other words: `sam` must
 class Entry:
     """One option of a config group, `group=name` on the command line.
 
-    `target` is its class. `preset_of` is the option that is named like this class, if it is another
-    one. `paper` is a citation and `url` its page, `fields` the content of the yaml file and
-    `also` other words for it. A transform `needs` inputs besides the gradient; it or a kind of site
-    acts at `stages`.
+    `target` is its class. `preset_of` is the option with the name of the class, if another one:
+    `adaptive_clip` for `zclip`. `paper` is a citation and `url` its page, `fields` the content of
+    the yaml file and `also` other words for it. A transform `needs` inputs besides the gradient; it
+    or a kind of site acts at `stages`.
     """
 
     group: str

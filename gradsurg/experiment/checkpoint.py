@@ -41,6 +41,7 @@ class CheckpointTimer:
         """Whether to save at the log after step `done`."""
         schedule, now = self._schedule, monotonic()
         early = done < schedule.steps and now - self._saved_at < schedule.checkpoint_seconds
+        # A checkpoint is due at the first log since a multiple of `checkpoint_every`.
         if early or done % schedule.checkpoint_every >= schedule.log_every:
             return False
         self._saved_at = now

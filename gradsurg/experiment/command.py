@@ -50,7 +50,7 @@ class Command:
 
     def add(self, words: Iterable[str], config: Mapping[str, Any]) -> Experiment:  # Any: any YAML
         """Build the experiment of a job and try a training step. Raises ConfigError."""
-        with _told_warnings(self._told), chdir(Path.cwd()):  # which a user's code may change
+        with _told_warnings(self._told), chdir(Path.cwd()):  # undoes an os.chdir of a user's code
             experiment = with_shared_loggers(build(config))
         settings = experiment.settings
         if settings.dry_run:

@@ -89,7 +89,7 @@ def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def search_path(*folders: Path) -> str:
-    """Return the override that adds folders to those in which Hydra looks for configs."""
+    """Return the override that adds folders to Hydra's search path; `dotted://` finds classes."""
     quoted = ["'file://{}'".format(str(each.absolute()).replace("'", "\\'")) for each in folders]
     return f"hydra.searchpath=[{','.join(['dotted://', *quoted])}]"
 
@@ -152,7 +152,7 @@ def _help() -> str:
 
 
 def _with_key(options: object) -> object:
-    """Put a user's object at the top of a file under a key, where gradsurg's files have theirs."""
+    """Return a list's options by key; an object at the top of a user's file gets its class name."""
     if not isinstance(options, Mapping) or any(map(_is_node, options.values())):
         return options
     return {name_of(options).rpartition(".")[2]: options} if _is_node(options) else options

@@ -183,6 +183,7 @@ def _train(
                 warnings.simplefilter("always")
                 entered.enter_context(opened.attach())
                 opened.train(entered.enter_context(opened.run.compute.compiled(opened.model)))
+                # `examine` needs the hooks after the process group has ended.
                 attached.enter_context(entered.pop_all())
         if opened.rank:
             return {}

@@ -98,7 +98,7 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
     finally:
         if lock.is_locked:
             with suppress(OSError):  # Windows removes no open file
-                path.unlink(missing_ok=True)  # first: a waiting process then makes a new one
+                path.unlink(missing_ok=True)  # first: after the release it may be another's
             lock.release()
 
 

@@ -117,10 +117,7 @@ def _defaults(name: str) -> dict[str, str]:
 
 
 def _body(name: str) -> list[ast.stmt]:
-    """Return the statements of a class of the schema.
-
-    The schema is read without importing it, because it imports a library that help does not need.
-    """
+    """Return the statements of a class of the schema, whose import would import pydantic."""
     module = ast.parse(SCHEMA.read_text(encoding="utf-8"))
     classes = {one.name: one for one in module.body if isinstance(one, ast.ClassDef)}
     return classes[name].body

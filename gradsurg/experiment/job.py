@@ -31,7 +31,7 @@ def train(experiment: Experiment, words: Sequence[str], in_sweep: bool, wait: bo
     run failed, or if a transform made NaN or infinity in it.
     """
     if not gc.get_freeze_count():
-        gc.freeze()  # else collections look through all modules: a second in total, for no cycle
+        gc.freeze()  # otherwise each collection scans all modules: a second in all, no garbage
     pairs = _tuned(experiment, words)
     if pairs is None:
         return False
@@ -101,7 +101,7 @@ def _train_one(experiment: Experiment, run: Run, wait: bool = True) -> Record | 
     split = "" if run.split_seed is None else f", split {run.split_seed}"
     name = printable(f"{run.label}, seed {run.seed}{split}")
     try:
-        with chdir(Path.cwd()):  # which a user's code may change
+        with chdir(Path.cwd()):  # undoes an os.chdir of a user's code
             record = execute(
                 run, out, experiment.loggers, settings.threads, settings.retry_failed, wait
             )

@@ -177,7 +177,7 @@ def _step(optimizer: Optimizer, options: StepOptions) -> bool:
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        skipped = scaler.get_scale() < before
+        skipped = scaler.get_scale() < before  # `scaler.step` does not say whether it skipped
     if options.schedule is not None and not skipped:
         options.schedule.step()
     return skipped

@@ -196,7 +196,7 @@ def _may_be(target: type, base: type) -> bool:
 
 
 def _with_functions(node: Any) -> Any:  # Any: what YAML can hold
-    """Return a node in which each function of a gradient is not called, but the transform itself.
+    """Return a node that uses each function of a gradient as a transform, instead of calling it.
 
     A function that takes no gradient returns a transform. Raises FieldError for fields of
     an object that exists already.

@@ -29,7 +29,7 @@ from gradsurg.stats import (
 
 MAX_READ = 200  # control runs of which files are read
 MIN_FREEDOM = 5  # degrees of freedom from which a spread is printed without its interval
-PLAIN = "none-seed"  # with which the folder of a plain control begins
+PLAIN = "none-seed"  # beginning of the name of a plain control's folder
 SEED = re.compile(r"^seed: (\d+)\n", re.MULTILINE)
 TRAINING = ("schedule", "batch_size", "accumulate", "precision", "compile", "device")
 SHOWN = {

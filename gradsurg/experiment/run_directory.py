@@ -243,7 +243,7 @@ class RunDirectory:
     def clear(self) -> None:
         """Remove the files of this run except `run.json`; files of others, such as W&B, stay."""
         own = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, CONFIG, ERROR)
-        for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # without its summary it is unfinished
+        for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # SUMMARY first: it marks a finished run
             (self.path / name).unlink(missing_ok=True)
 
     def _checkpoint(self, name: str) -> Values | None:
@@ -288,7 +288,7 @@ def remove_leftovers(study: Path) -> None:
 
 def config_text(config: Mapping[str, object]) -> str:
     """Return the content of `config.yaml`, or of a part of it."""
-    plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
+    plain = json.loads(json.dumps(config))  # tuples become lists; no YAML anchors
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 

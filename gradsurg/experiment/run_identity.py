@@ -222,7 +222,7 @@ def _is_local(module: str, file: Path) -> bool:
 
 
 @cache
-def _imports(module: str, file: Path, _modified: int) -> set[str]:
+def _imports(module: str, file: Path, _modified: int) -> set[str]:  # _modified: for the cache
     """The modules in all import statements of a module, and the packages around them."""
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]

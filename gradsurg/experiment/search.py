@@ -1,4 +1,4 @@
-"""A search: a sweeper of Hydra's, as optuna's, chooses each job by the results of earlier ones.
+"""A search: a sweeper such as optuna's chooses each job by the results of earlier ones.
 
 A job of it is a trial: it is checked, planned and trained as a command without a sweep, and returns
 its metric on validation data. The report compares no trials.

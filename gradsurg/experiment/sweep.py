@@ -173,6 +173,7 @@ def jobs_of_study(words: Sequence[str]) -> list[ComposedJob]:
     folders, keys = split_config_dirs(words)
     keys = [search_path(*folders), *keys] if folders else keys
     with initialize_config_dir(str(CONFIG_DIR), **VERSION_BASE):
+        # RunMode.RUN would refuse lists of values; the mode of the command is in the config.
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         with composing():

@@ -139,7 +139,7 @@ class _Rate(ProgressColumn):
 
 
 class _Remaining(TimeRemainingColumn):
-    """The time left of the current run; its text has the time left of the command."""
+    """The time left of the current run; the command's bar has its own as text."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.id else super().render(task)

@@ -82,7 +82,10 @@ class TensorBoard(StudyLogger):
             png = path.read_bytes()
             width, height = struct.unpack(">II", png[PNG_SIZE])
             image = Summary.Image(
-                encoded_image_string=png, width=width, height=height, colorspace=4
+                encoded_image_string=png,
+                width=width,
+                height=height,
+                colorspace=4,  # RGBA
             )
             values = [Summary.Value(tag=f"figures/{title}", image=image)]
             writer.add_summary(Summary(value=values), 0)

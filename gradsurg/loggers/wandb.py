@@ -139,7 +139,7 @@ class Wandb(StudyLogger):
         run = self._run()
         if self._session.effects:
             run.log({"effects": _table(list(self._session.effects.values()))})
-        # The final value of a metric replaces W&B's best of the logged ones, which is nested in it.
+        # For `summary="max"` W&B stores {"max": ..} under the name, where the final value goes.
         kinds = {name: _best(self._session.better, name) for name in summary}
         nested = {name: run.summary.get(name) for name, kind in kinds.items() if kind}
         best = {

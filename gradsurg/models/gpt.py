@@ -88,7 +88,7 @@ class GPT(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, options.num_outputs, bias=False)
-        # By default a normed stream, read out by the same weights, gives numbers of deviation one.
+        # By default the logits that tied weights give for a normed stream have deviation one.
         std = options.embedding_std or width**-0.5
         for table in (self.tokens, self.positions):
             nn.init.normal_(table.weight, std=std)

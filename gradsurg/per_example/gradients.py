@@ -518,7 +518,7 @@ def _rows_of_units(
     assert model is not None
     if not params:
         return {}
-    # Innermost first: a module is registered after those that hold it.
+    # Innermost first: a module's path is longer than the paths of the modules that contain it.
     paths = {module: name for name, module in model.named_modules()}
     units = sorted(record.units, key=lambda module: -len(paths.get(module, "")))
     chosen: dict[nn.Module, dict[str, nn.Parameter]] = {}

@@ -132,6 +132,7 @@ class Recorder:
                     calls = self._record(count).layers.setdefault(layer, [])
                     calls.append(LayerCall(layer, inputs, grad.detach()))
 
+            # The tensor's own hooks, which may change the gradient, run before a hook of its node.
             output.grad_fn.register_prehook(arrive)
 
         return record

@@ -128,9 +128,9 @@ class Level:
         return {k: [cell.mean(k)[i] for i, cell in enumerate(alone)] for k in splits}
 
     def excesses(self, method: str) -> dict[Key, tuple[float, ...]]:
-        """The share of each loss's reduction in training alone that is lost, by split and seed.
+        """The excess of each loss over its value when trained alone, by split and seed.
 
-        It is 0 if the loss is as low as there, and at most 1, if nothing was learned of it.
+        (loss - alone) / (constant - alone): 0 if as low as alone; at most 1, nothing learned.
         """
         return {
             key: tuple(

@@ -113,7 +113,7 @@ def _relation(band: Band, interval: Ends | None) -> str:
     if interval is None:
         return UNDECIDED
     low, high = interval
-    # A difference of counts can end at a bound of 0 with p = 1, which meets a single value only.
+    # An interval of differences of counts can end at 0 with p = 1: no evidence of a sign.
     open_ended = band.of == "mean" and band.is_difference and band.low != band.high
     touches = open_ended and (low == band.low or high == band.high)
     if band.holds(low) and band.holds(high) and not touches:
@@ -169,8 +169,8 @@ class Verdict:
     def again(self) -> str:
         """The probability of this verdict for as many new seeds, its bands taken as independent.
 
-        The two numbers are without and with the uncertainty of the measurement; `-` without one.
-        A band that is not drawn has its result again.
+        The two numbers are without and with the uncertainty of the measurement; `-` if no band has
+        `chances`. A band without them keeps its result.
         """
         found = [(each, each.chances) for each in self.judged]
         drawn = [chances for _, chances in found if chances is not None]

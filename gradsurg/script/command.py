@@ -112,7 +112,7 @@ class _Study:
     # Training.
 
     def _train(self, runs: Sequence[ScriptRun], what: str = "") -> None:
-        """Train the unfinished runs. Raises ConfigError if the script cannot have the surgery."""
+        """Train the unfinished runs, the first alone; ConfigError if it cannot have the surgery."""
         runs = [*{run.name: run for run in runs}.values()]
         waiting = [run for run in runs if not self._is_finished(run)]
         self.expected, self.trained, self.began = len(waiting), 0, monotonic()

@@ -26,8 +26,8 @@ _recorder: "Recorder | None" = None
 def outcome(**numbers: float) -> None:
     """Report outcomes of a script that was started by `python -m gradsurg.script`.
 
-    `gradsurg.outcome(accuracy=0.93)`: the first number of the last call carries the verdict, unless
-    `metric=` names another. Without that command in front of the script it does nothing.
+    `gradsurg.outcome(accuracy=0.93)`: the verdict is about the first name that was reported, with
+    its last value, unless `metric=` names another. Without that command this does nothing.
     """
     if _recorder is not None:
         _recorder.add("outcome", numbers)

@@ -43,7 +43,7 @@ TAIL = 4  # last lines of the output of a failed run that are shown
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """One arm with one seed: `control` is the kind of an acting control, or None."""
+    """One arm with one seed; `kind` is `treated`, `control` (plain), or an `ActingControl`."""
 
     command: Command
     kind: ArmKind
@@ -186,7 +186,7 @@ class Process:
         return cls(run, directory, _started(folder, folder / LOG, variables), monotonic())
 
     def end(self) -> "Ended":
-        """Read what a process that has ended came to; write the error of a failed run."""
+        """Read the result of a process that has ended; write the error of a failed run."""
         folder, seconds = self.directory.path, monotonic() - self.began
         content = known(folder / ENDED)
         seen = read_numbers(folder, content.get("steps", 0))

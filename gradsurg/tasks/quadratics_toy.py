@@ -54,8 +54,8 @@ class QuadraticsToy(Toy):
     """Move a point under three quadratics, loss_i = |A_i (x - c_i)|^2 for the centres c_i of a
     triangle.
 
-    The c_i are (-4, -3), (4, -3) and (0, 4). A_i is the root of its scale times the diagonal matrix
-    of (1, 2), (2, 1) and (1, 1).
+    The c_i are (-4, -3), (4, -3) and (0, 4). A_i is sqrt(scale_i) times the diagonal matrix of
+    (1, 2), (2, 1) and (1, 1).
 
     The Pareto set has all points (sum w_i A_i^2)^-1 sum w_i A_i^2 c_i with weights w of the
     simplex: a triangle with bent sides, the same whatever the scales. The mean of the losses is

@@ -72,7 +72,7 @@ def check_transform(
     properties = declared_among(get_args(TransformProperty), declared, checked.properties)
     subject = Subject(checked, properties, tuple(shapes), drops_nan)
     acts = _acts(subject, count)
-    if not acts:  # on finite gradients: these become infinite in some checks
+    if not acts:  # it may act on infinities, which some checks make of numbers near overflow
         subject = replace(subject, exponents=NEAR_OVERFLOW)
         acts = _acts(subject, count)
     checks = {}

@@ -7,8 +7,8 @@ from pathlib import Path
 def home() -> Path:
     """Return GRADSURG_DATA, or gradsurg/ in XDG_CACHE_HOME, or in ~/.cache.
 
-    Read at each call. This is the only environment variable that gradsurg reads: the place of data
-    is a property of the machine, not of an experiment.
+    Read at each call. GRADSURG_DATA is the only setting of gradsurg in the environment: the place
+    of data is a property of the machine, not of an experiment.
     """
     if folder := os.environ.get("GRADSURG_DATA"):
         return Path(folder).expanduser().absolute()
