@@ -70,14 +70,14 @@ TRANSFORM = Kind(
     "value add_decayed, random numbers add_noise, state momentum, group adaptive_clip, "
     "Scaling clip_norm, JointScaling rescale_global_norm",
     ("tests/transforms/test_rows.py", "tests/transforms/test_rules.py"),
-    """tests/transforms/test_properties.py | OTHERS | only if other values reach other branches or overflow: instances
+    """tests/transforms/test_properties.py | OTHERS | only if other values matter: instances
 tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its name
 tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the others
 tests/core/test_messages.py | ERRORS | only if it refuses some shapes: the error
 tests/hooks/test_batched_backward.py | DRAWS | only if it is random: its name
 tests/transforms/test_oracles.py | def test_autoclip | only if it has a state: a test of later steps
 tests/sites/test_step_hooks.py | SCALING | only if it is `Scaling`: an instance
-tests/sites/test_sharded_parameters.py | AT_STEP | only if you override `acts_on_shards`: an instance
+tests/sites/test_sharded_parameters.py | AT_STEP | only if you set `acts_on_shards`: an instance
 tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all calls: its name""",
 )
 AGGREGATOR = Kind(
