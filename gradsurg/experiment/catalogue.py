@@ -42,6 +42,7 @@ ALIASES |= {"preset": "surgery", "presets": "surgery"}
 NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
 ARXIV = "https://arxiv.org/abs/"
+FIELDS = "A row ends with the fields and their defaults"
 PIPE_WIDTH = 80
 PART = 4  # letters of a word that may be a part of another: `sam` does not mean `same`
 
@@ -89,7 +90,8 @@ class Catalogue(tuple[Entry, ...]):
         if len({entry.group for entry in self}) == 1:
             return _table(self, columns)
         rows = [[f"{entry.group}={entry.name}", _purpose(entry, [])] for entry in self]
-        return aligned([["option", "purpose"], *rows], 2, columns)
+        rows.insert(0, ["option", "purpose"])
+        return _below([*_preset_note(self), f"{FIELDS}."], aligned(rows, 2, columns), columns)
 
     def overview(self) -> str:
         """Format the number of entries of each group, and the command that lists them."""
@@ -275,18 +277,34 @@ def _table(entries: Sequence[Entry], width: int) -> str:
     for entry in entries:
         marks = (letters[key] if key in entry.properties else "." for key in letters)
         rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
-    legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
-    if any(entry.preset_of for entry in entries):
-        legend.append("(name): a preset: the option of that name with other values of its fields")
+    legend = []
+    if letters:
+        named = ", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())
+        legend.append(f"Properties, defined in gradsurg/{entries[0].group}s/README.md: {named}")
+    legend += _preset_note(entries)
     if any({*stages} > {*entry.stages} > set() for entry in entries):
-        where = "the stages at which it acts (gradsurg/sites/README.md), of"
-        legend.append(f"[..]: {where} {', '.join(stages)}")
+        names = ", ".join(stages)
+        legend.append("[..]: acts only at these stages; [not ..]: at all others")
+        legend.append(f"Stages, defined in gradsurg/sites/README.md: {names}")
     examples = (one.command for one in entries if f" {one.group}." in one.command)
-    if command := next(examples, ""):
+    if command := next((text for text in examples if "_target_" not in text), ""):
         words = command.removeprefix("python -m gradsurg.run ")
-        legend.append(f"A row ends with the fields and their defaults; to set one: {words}")
-    lines = [folded(text, width) for text in legend if text]
-    return "\n".join([*lines, *[""] * bool(lines), aligned(rows, len(rows[0]), width)])
+        legend.append(f"{FIELDS}; to set one: {words}")
+    elif any(map(_shown, entries)):
+        legend.append(f"{FIELDS}.")
+    return _below(legend, aligned(rows, len(rows[0]), width), width)
+
+
+def _preset_note(entries: Sequence[Entry]) -> Sequence[str]:
+    """Return the line of the legend about presets, if there are some."""
+    note = "(name): a preset, the option of that name with other values of its fields"
+    return [note] if any(entry.preset_of for entry in entries) else []
+
+
+def _below(legend: Sequence[str], table: str, width: int) -> str:
+    """Return a table below the lines of its legend."""
+    lines = [folded(text, width) for text in legend]
+    return "\n".join([*lines, *[""] * bool(lines), table])
 
 
 def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
@@ -297,9 +315,10 @@ def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
         few = entry.stages if len(entry.stages) <= len(missing) else missing
         text += f" [{'not ' if few is missing else ''}{', '.join(few)}]"
     number = f", arXiv {entry.url.removeprefix(ARXIV)}" if entry.url else ""
-    text = f"{text}. {entry.paper}{number}" if entry.paper else text
+    text += "" if text.endswith("?") else "."
+    text = f"{text} {entry.paper}{number}." if entry.paper else text
     shown = ": ".join(filter(None, (_class(entry), _shown(entry))))
-    return f"{text}. {shown}" if shown else text
+    return f"{text} {shown}" if shown else text.removesuffix(".")
 
 
 def _class(entry: Entry) -> str:

@@ -1,4 +1,4 @@
-"""SurrogateGradient: multiply the gradient by a window of the value, for steps and spikes."""
+"""SurrogateGradient: multiply the gradient by a window of the value, for step functions and spikes."""
 
 from dataclasses import KW_ONLY
 from math import pi
