@@ -42,7 +42,6 @@ ALIASES |= {"preset": "surgery", "presets": "surgery"}
 NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
 ARXIV = "https://arxiv.org/abs/"
-FIELDS = "A row ends with the fields and their defaults"
 PIPE_WIDTH = 80
 PART = 4  # letters of a word that may be a part of another: `sam` does not mean `same`
 
@@ -84,14 +83,9 @@ class Catalogue(tuple[Entry, ...]):
         """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
         of the terminal; 80 in a pipe without COLUMNS.
 
-        Entries of one group have their properties and a legend, others the name of their group.
+        Entries of one group have their properties and stages, others the name of their group.
         """
-        columns = width or terminal_width(sys.stdout) or PIPE_WIDTH
-        if len({entry.group for entry in self}) == 1:
-            return _table(self, columns)
-        rows = [[f"{entry.group}={entry.name}", _purpose(entry, [])] for entry in self]
-        rows.insert(0, ["option", "purpose"])
-        return _below([*_preset_note(self), f"{FIELDS}."], aligned(rows, 2, columns), columns)
+        return _table(self, width or terminal_width(sys.stdout) or PIPE_WIDTH)
 
     def overview(self) -> str:
         """Format the number of entries of each group, and the command that lists them."""
@@ -268,43 +262,31 @@ def _stages_of(transform: Any) -> Sequence[str]:  # Any: a transform
 
 
 def _table(entries: Sequence[Entry], width: int) -> str:
-    """Format the entries of one group, with a legend."""
+    """Format entries with a legend."""
+    of_one_group = entries if len({entry.group for entry in entries}) == 1 else []
     letters: dict[str, str] = {}
-    for key in sorted({key for entry in entries for key in entry.properties}):
+    for key in sorted({key for entry in of_one_group for key in entry.properties}):
         letters[key] = key[0].upper() if key[0] in letters.values() else key[0]
-    stages = [*dict.fromkeys(stage for entry in entries for stage in entry.stages)]
-    rows = [[entries[0].group, *["properties"] * bool(letters), "purpose"]]
+    stages = [*dict.fromkeys(stage for entry in of_one_group for stage in entry.stages)]
+    group = entries[0].group if of_one_group else "option"
+    rows = [[group, *["properties"] * bool(letters), "purpose"]]
     for entry in entries:
+        name = entry.name if of_one_group else f"{entry.group}={entry.name}"
         marks = (letters[key] if key in entry.properties else "." for key in letters)
-        rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
-    legend = []
-    if letters:
-        named = ", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())
-        legend.append(f"Properties, defined in gradsurg/{entries[0].group}s/README.md: {named}")
-    legend += _preset_note(entries)
+        rows.append([name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
+    named = ", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())
+    legend = [f"Properties (gradsurg/{group}s/README.md): {named}"] if letters else []
+    if any(entry.preset_of for entry in entries):
+        legend.append("(name): a preset, the option of that name with other values of its fields")
     if any({*stages} > {*entry.stages} > set() for entry in entries):
-        names = ", ".join(stages)
-        legend.append("[..]: acts only at these stages; [not ..]: at all others")
-        legend.append(f"Stages, defined in gradsurg/sites/README.md: {names}")
+        note = "[..]: acts at these stages only; [not ..]: at all others. All stages"
+        legend.append(f"{note} (gradsurg/sites/README.md): {', '.join(stages)}")
     examples = (one.command for one in entries if f" {one.group}." in one.command)
-    if command := next((text for text in examples if "_target_" not in text), ""):
+    if command := next(examples, ""):
         words = command.removeprefix("python -m gradsurg.run ")
-        legend.append(f"{FIELDS}; to set one: {words}")
-    elif any(map(_shown, entries)):
-        legend.append(f"{FIELDS}.")
-    return _below(legend, aligned(rows, len(rows[0]), width), width)
-
-
-def _preset_note(entries: Sequence[Entry]) -> Sequence[str]:
-    """Return the line of the legend about presets, if there are some."""
-    note = "(name): a preset, the option of that name with other values of its fields"
-    return [note] if any(entry.preset_of for entry in entries) else []
-
-
-def _below(legend: Sequence[str], table: str, width: int) -> str:
-    """Return a table below the lines of its legend."""
+        legend.append(f"A row ends with the fields and their defaults; to set one: {words}")
     lines = [folded(text, width) for text in legend]
-    return "\n".join([*lines, *[""] * bool(lines), table])
+    return "\n".join([*lines, *[""] * bool(lines), aligned(rows, len(rows[0]), width)])
 
 
 def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
@@ -315,10 +297,9 @@ def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
         few = entry.stages if len(entry.stages) <= len(missing) else missing
         text += f" [{'not ' if few is missing else ''}{', '.join(few)}]"
     number = f", arXiv {entry.url.removeprefix(ARXIV)}" if entry.url else ""
-    text += "" if text.endswith("?") else "."
-    text = f"{text} {entry.paper}{number}." if entry.paper else text
+    text = f"{text}. {entry.paper}{number}" if entry.paper else text
     shown = ": ".join(filter(None, (_class(entry), _shown(entry))))
-    return f"{text} {shown}" if shown else text.removesuffix(".")
+    return f"{text}. {shown}" if shown else text
 
 
 def _class(entry: Entry) -> str:

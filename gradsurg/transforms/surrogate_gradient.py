@@ -1,4 +1,4 @@
-"""SurrogateGradient: multiply the gradient by a window of the value, for step functions and spikes."""
+"""SurrogateGradient: multiply the gradient by a window of the value, for a step or a spike."""
 
 from dataclasses import KW_ONLY
 from math import pi
