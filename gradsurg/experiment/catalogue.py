@@ -83,13 +83,9 @@ class Catalogue(tuple[Entry, ...]):
         """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
         of the terminal; 80 in a pipe without COLUMNS.
 
-        Entries of one group are shown with their properties and a legend, others as `group=name`.
+        Entries of one group have their properties and stages, others the name of their group.
         """
-        columns = width or terminal_width(sys.stdout) or PIPE_WIDTH
-        if len({entry.group for entry in self}) == 1:
-            return _table(self, columns)
-        rows = [[f"{entry.group}={entry.name}", _purpose(entry, [])] for entry in self]
-        return aligned([["option", "purpose"], *rows], 2, columns)
+        return _table(self, width or terminal_width(sys.stdout) or PIPE_WIDTH)
 
     def overview(self) -> str:
         """Format the number of entries of each group, and the command that lists them."""
@@ -266,26 +262,30 @@ def _stages_of(transform: Any) -> Sequence[str]:  # Any: a transform
 
 
 def _table(entries: Sequence[Entry], width: int) -> str:
-    """Format the entries of one group, with a legend."""
+    """Format entries with a legend."""
+    of_one_group = entries if len({entry.group for entry in entries}) == 1 else []
     letters: dict[str, str] = {}
-    for key in sorted({key for entry in entries for key in entry.properties}):
+    for key in sorted({key for entry in of_one_group for key in entry.properties}):
         letters[key] = key[0].upper() if key[0] in letters.values() else key[0]
-    stages = [*dict.fromkeys(stage for entry in entries for stage in entry.stages)]
-    rows = [[entries[0].group, *["properties"] * bool(letters), "purpose"]]
+    stages = [*dict.fromkeys(stage for entry in of_one_group for stage in entry.stages)]
+    group = entries[0].group if of_one_group else "option"
+    rows = [[group, *["properties"] * bool(letters), "purpose"]]
     for entry in entries:
+        name = entry.name if of_one_group else f"{entry.group}={entry.name}"
         marks = (letters[key] if key in entry.properties else "." for key in letters)
-        rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
-    legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
+        rows.append([name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
+    named = ", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())
+    legend = [f"Properties (gradsurg/{group}s/README.md): {named}"] if letters else []
     if any(entry.preset_of for entry in entries):
-        legend.append("(name): a preset: the option of that name with other values of its fields")
+        legend.append("(name): a preset, the option of that name with other values of its fields")
     if any({*stages} > {*entry.stages} > set() for entry in entries):
-        where = "the stages at which it acts (gradsurg/sites/README.md), of"
-        legend.append(f"[..]: {where} {', '.join(stages)}")
+        note = "[..]: acts at these stages only; [not ..]: at all others. All stages"
+        legend.append(f"{note} (gradsurg/sites/README.md): {', '.join(stages)}")
     examples = (one.command for one in entries if f" {one.group}." in one.command)
     if command := next(examples, ""):
         words = command.removeprefix("python -m gradsurg.run ")
         legend.append(f"A row ends with the fields and their defaults; to set one: {words}")
-    lines = [folded(text, width) for text in legend if text]
+    lines = [folded(text, width) for text in legend]
     return "\n".join([*lines, *[""] * bool(lines), aligned(rows, len(rows[0]), width)])
 
 

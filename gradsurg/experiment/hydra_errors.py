@@ -109,7 +109,7 @@ def _unreadable(error: OverrideParseException) -> str:
     word = error.override
     key, _, value = word.partition("=")
     if "=" not in word and not word.startswith("~"):
-        return f"{word}: is not key=value"
+        return f"{word}: is not key=value" + f". Did you mean --list {word}?" * (word in GROUPS)
     if value.startswith("re:"):
         try:
             re.compile(value.removeprefix("re:"))

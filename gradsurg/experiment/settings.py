@@ -221,9 +221,9 @@ class Settings:
     control: Annotated[ControlKind | tuple[ControlKind, ...], BeforeValidator(_control)] = "plain"
     """the arm to compare with. plain: no surgery; norm_matched: plain gradients scaled to the norm
     of the treated ones; update_norm_matched: the same for the updates of the optimizer (a scale of
-    the gradient has no effect on Adam's); placebo: a random change whose result has the
-    norm of the treated gradient, and its cosine to the plain one; none. A list trains an arm of
-    each kind: control=[plain,norm_matched]
+    the gradient has no effect on Adam's); placebo: a random change of the gradient, with
+    the same norm and the same cosine to the plain gradient as the treated one; none. A list trains
+    an arm of each kind: control=[plain,norm_matched]
     """
     attribute: bool = False
     """with several transforms: also train without each of them, to find how much it adds"""
@@ -249,7 +249,7 @@ class Settings:
     """print where the transform would act, and stop"""
     metric: Annotated[Text, Field(min_length=1)] | None = None
     """the metric of the verdict, such as test/loss; null: accuracy if the task has it, otherwise
-    the loss. A run keeps the one with which it was first planned
+    the loss. A run keeps the metric of the command that created it
     """
     margin: Annotated[str, BeforeValidator(_margin)] | None = None
     """arms that differ by less are equivalent: 0.01 (in the metric's unit), 0.5pp (percentage

@@ -1,4 +1,4 @@
-"""DGC: return the largest entries of a gradient, and keep the rest with its momentum."""
+"""DGC: sum gradients with momentum, return the largest entries, keep the rest for later."""
 
 from typing import Annotated
 

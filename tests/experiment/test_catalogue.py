@@ -112,7 +112,9 @@ def test_the_option_of_that_name_comes_first_and_a_group_narrows_the_search() ->
 
 def test_a_search_shows_groups_purposes_and_fields_with_their_defaults(here: Here) -> None:
     text = here("--list", "weight", "decay").out
-    assert text.splitlines()[0].split() == ["option", "purpose"]
+    legend, _, table = text.partition("\n\n")
+    assert "A row ends with the fields and their defaults; to set one: " in " ".join(legend.split())
+    assert table.splitlines()[0].split() == ["option", "purpose"]
     _, _, entry = text.partition("\noptimizer=adamw ")
     fields = "torch.optim.AdamW. lr=0.001 betas=[0.9, 0.999] eps=1e-08 weight_decay=0.01"
     assert " ".join(entry.split()).startswith(fields)

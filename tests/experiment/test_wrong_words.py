@@ -125,6 +125,7 @@ def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
         "transform=clip,sign": "transform=clip,sign: add -m: several values need a sweep",
         "-m; transform=glob(zz*)": "transform=glob(zz*): sweeps over no value. ",
         "clip": "clip: is not key=value",
+        "transform": "transform: is not key=value. Did you mean --list transform?",
         "when=thrshold": "when: did you mean 'threshold'? ",
     }
     command = [sys.executable, "-c", WITHOUT_TORCH, *told]
