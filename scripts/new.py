@@ -75,7 +75,7 @@ tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its n
 tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the others
 tests/core/test_messages.py | ERRORS | only if it refuses some shapes: the error
 tests/hooks/test_batched_backward.py | DRAWS | only if it is random: its name
-tests/transforms/test_oracles.py | def test_autoclip | only if it has a state: a test of later steps
+tests/transforms/test_oracles.py | def test_autoclip | only if it has a state: a test like it
 tests/sites/test_step_hooks.py | SCALING | only if it is `Scaling`: an instance
 tests/sites/test_sharded_parameters.py | AT_STEP | only if you set `acts_on_shards`: an instance
 tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all calls: its name""",
@@ -112,10 +112,8 @@ def main(words: list[str], root: Path = ROOT) -> int:
         return 2
     if root == ROOT:
         check(kind, name, GENERATED)
-    parts = dict.fromkeys([*name.split("_"), name.replace("_", "")])
-    lists = ", ".join(f"--list {asked.words[0]} {word}" for word in parts)
-    print(f"Does it exist already? python -m gradsurg.run {lists}")
-    print(f"Copied {model}. Nearer relatives, for --like: {kind.likes}", *steps, sep="\n")
+    others = "" if asked.like else f" Nearer relatives, for --like: {kind.likes}"
+    print(f"Copied {model}.{others}", *steps, sep="\n")
     return 0
 
 
@@ -176,7 +174,9 @@ def new_class(text: str, model: str, name: str) -> str:
 def new_yaml(text: str, model: str, name: str) -> str:
     """Return a yaml file with the name of another, and `TODO` for its purpose."""
     text = re.sub(r"^# (?!python -m).*\n", "", text, flags=re.M)
-    text = re.sub(r"\A(# python .*\n)", f"\\1# {TODO}: its purpose on one line\n", text)
+    text = re.sub(
+        r"\A(# python .*\n)", f"\\1# {TODO}: its purpose, in one sentence.\n", text
+    )
     target = rf"(?<=_target_: gradsurg\.){model.replace('_', '')}\b"
     return renamed(re.sub(target, class_of(name), text, flags=re.I), model, name)
 
@@ -261,14 +261,17 @@ def changed(*paths: Path) -> str:
 
 def properties(kind: Kind, name: str) -> str:
     """Check the declared properties, and write the row of the README if it is out of date."""
-    from tests.verdict_tables import insert
+    from tests.verdict_tables import insert, written
 
     table = import_module(f"tests.{kind.folder}.table")
     row = table.row(name)  # raises AssertionError for a false declaration
+    cells = zip(written(table.README)[0].split("|"), row.split("|"), strict=False)
+    found = [head.strip() for head, cell in cells if cell.strip() == "(yes)"]
+    said = "those declared hold" + f"; not declared: {', '.join(found)}" * bool(found)
     if kind is AGGREGATOR and not (ROOT / kind.files(name)[0]).exists():
-        return "those declared hold"
+        return said
     stems = sorted(path.stem for path in ROOT.glob(f"conf/{GROUPS[kind.folder]}/*.yaml"))
-    return changed(*[table.README] * insert(table.README, row, stems)) + ", those declared hold"
+    return changed(*[table.README] * insert(table.README, row, stems)) + f", {said}"
 
 
 def entry_of(kind: Kind, name: str) -> catalogue.Entry:

@@ -171,12 +171,14 @@ def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
     """Return the message for words that describe no option, with similar names."""
     missing = [word for word in asked if not _found(entries, [word])]
     words = " or ".join(f"'{word}'" for word in missing)
-    fault = f"there is no group or option {words}" if words else "no option has all these words"
+    groups = [word for word in asked if word in (*LISTED, *ALIASES)]
+    where = f"no {groups[0]} has the word" if groups else "there is no group or option"
+    fault = f"{where} {words}" if words else "no option has all these words"
     known = [*LISTED, *ALIASES, *(name for one in entries for name in (one.name, *one.also))]
     close = [one for word in missing for one in get_close_matches(word.lower(), {*known}, 1, 0.7)]
     if close:
         return unknown(fault, "", close, close)
-    return f"{fault}. The groups are: {', '.join(LISTED)}."
+    return f"{fault}." if groups else f"{fault}. The groups are: {', '.join(LISTED)}."
 
 
 def measured() -> Catalogue:
