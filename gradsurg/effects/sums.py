@@ -57,6 +57,7 @@ def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
         return
     wide = torch.promote_types(before.dtype, torch.float32)
     kernel = cpu_kernels().get(wide)
+    # In the order of memory, so that `reshape` need not copy a transposed gradient.
     in_memory = sorted(range(before.dim()), key=before.stride, reverse=True)
     flat = (tensor.detach().permute(in_memory).reshape(-1) for tensor in (before, after))
     for chunks in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
@@ -168,6 +169,7 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
                     sums[index] += total
 
         kernels: dict[torch.dtype, CPUKernel] = {}
+        # PYFUNCTYPE keeps the GIL during a call, CFUNCTYPE releases it: threads add one at a time.
         prototype = PYFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t, c_void_p)
         for dtype, kind in ((torch.float32, types.float32), (torch.float64, types.float64)):
             entries, sums = types.CPointer(kind), types.CPointer(types.float64)
@@ -178,7 +180,7 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
             )
             kernels[dtype] = prototype(compiled.address)
             _compiled.append(compiled)
-    except (ImportError, RuntimeError, OSError) as error:
+    except (ImportError, RuntimeError, OSError) as error:  # also without a folder for the cache
         _log.warning("%s; %s", SLOW, error)
         return {}
     return kernels

@@ -42,6 +42,7 @@ any_autocast: Callable[[], bool] = private("torch._C:_is_any_autocast_enabled")
 @needs("torch._C:_len_torch_function_stack")
 def without_autocast(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
     """Disable autocast for the devices of these tensors, and make the CPU the default device."""
+    # A default device is a torch-function mode, so without any mode it is the CPU.
     away = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
     if not away and not any_autocast():
         return nullcontext()
@@ -155,7 +156,11 @@ def root_of_nested_backward() -> torch.Tensor | None:
 
 
 def in_inner_backward() -> bool:
-    """In an `at_end_of_backward` callback: whether the ending pass is nested."""
+    """In an `at_end_of_backward` callback: whether the ending pass is nested.
+
+    Each pass has its own callbacks (pytorch#24965). A nested pass, and so its callbacks, runs inside
+    the node of the outer pass that started it.
+    """
     return running_node() is not None
 
 
@@ -186,7 +191,8 @@ def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
 def depth_of_steps(optimizer: torch.optim.Optimizer) -> int:
     """How many steps of this optimizer are on the call stack, one inside the other.
 
-    A step that raised leaves no mark either, so the stack is searched.
+    A step that raises calls its pre-hooks and no post-hooks. Calls of hooks cannot be counted,
+    therefore, and the stack is searched.
     """
     frame, depth = sys._getframe(), 0
     file = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
@@ -259,6 +265,7 @@ def _holders(param: torch.Tensor) -> tuple[int, int, int]:
     return sys.getrefcount(grad), grad._use_count(), memory
 
 
+# Measured, as the counts include the references of these calls and differ between versions.
 @cache
 def _of_one_holder() -> tuple[int, int, int]:
     param = torch.zeros(1, device="cpu", requires_grad=True)
@@ -280,7 +287,7 @@ def owns_grad(param: torch.Tensor) -> bool:
 def _is_writable(grad: torch.Tensor | None) -> bool:
     return (
         type(grad) is torch.Tensor
-        and grad.dtype in (torch.float32, torch.float64)
+        and grad.dtype in (torch.float32, torch.float64)  # half precision is multiplied in float32
         and grad.is_contiguous()
         and not (grad.requires_grad or grad.is_inference() or is_wrapped(grad))
         and grad.untyped_storage().resizable()  # the memory is PyTorch's own
@@ -392,6 +399,8 @@ def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], torch.Tensor]]
 
     Any: PyTorch declares no type for a SavedTensor, which takes hooks by `register_hooks`.
     """
+    # A node of PyTorch has `_saved_self` and `_raw_saved_self`, an `autograd.Function` has
+    # `saved_tensors` and `_raw_saved_tensors`. `data` is None if nothing was saved.
     for key in dir(node):
         name = key.removeprefix("_raw_saved_")
         if name != key:
@@ -534,6 +543,7 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if not tried:
         return []
     own = [dict(leaf._backward_hooks or {}) for leaf in tried]
+    # The dicts are changed in place: assigning another one would register the hooks again.
     passed: set[int] = set()
     for index, leaf in enumerate(tried):
         assert leaf._backward_hooks is not None

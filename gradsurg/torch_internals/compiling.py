@@ -267,6 +267,7 @@ def can_run_again(node: Any) -> bool:
 
     The first pass needs `retain_graph`. `node` is a `CompiledFunction` node.
     """
+    # Raises if this version lacks it. `needs` would import the module with this one, which is slow.
     lookup("torch._functorch._aot_autograd.schemas:ViewAndMutationMeta.bw_donated_idxs")
     function = node._forward_cls
     metadata = function.metadata

@@ -28,6 +28,7 @@ class OtherCode(Pitfall):
 
     https://docs.pytorch.org/docs/stable/torch.compiler_nn_module.html
     https://docs.pytorch.org/docs/stable/export.html, https://docs.pytorch.org/docs/stable/jit.html
+    https://github.com/pytorch/pytorch/issues/117758 is about hooks registered later.
     """
 
     cells = (

@@ -26,6 +26,7 @@ class FullBackwardHooks(Pitfall):
 
     https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html
     https://docs.pytorch.org/docs/stable/notes/extending.func.html
+    https://github.com/pytorch/pytorch/issues/61519 is about writes in place.
     """
 
     cells = (

@@ -28,6 +28,7 @@ class NanStates(Pitfall):
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
         for operation in attachment.operations:
             transforms = dict(zip(operation.labels, operation.intervention.links, strict=True))
+            # No subclass: a FakeTensor has no values, and a DTensor has them in several processes.
             tensors = [
                 (key, tensor)
                 for key, state in attachment.states.items()
