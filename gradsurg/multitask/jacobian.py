@@ -512,7 +512,7 @@ class JacobianBuilder:
         try:
             for index, (name, loss) in enumerate(losses.items()):
                 keep_graph = measuring or call.retain_graph or index < len(losses) - 1
-                # A checkpoint repeats its forward in each pass, and updates the statistics each time
+                # A checkpoint repeats its forward in each pass, which updates the statistics again
                 # (pytorch#96136). Only the first pass may do so, like a plain backward pass.
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
                 restored = _restored(statistics) if measuring or repeated else nullcontext()

@@ -158,7 +158,7 @@ def root_of_nested_backward() -> torch.Tensor | None:
 def in_inner_backward() -> bool:
     """In an `at_end_of_backward` callback: whether the ending pass is nested.
 
-    Each pass has its own callbacks (pytorch#24965). A nested pass, and so its callbacks, runs inside
+    Each pass has its own callbacks (pytorch#24965). A nested pass, with its callbacks, runs inside
     the node of the outer pass that started it.
     """
     return running_node() is not None
