@@ -287,8 +287,7 @@ class SiteHook:
         if fires is False:
             entry.not_fired += 1
             return False
-        # A meta tensor has no value, and one inside vmap has many: both count as acted on.
-        if fires is True or fires.is_meta or autograd.is_batched(fires):
+        if fires is True or fires.is_meta or autograd.is_batched(fires):  # no value, or many
             entry.fired += 1
         else:
             entry.fired_on_device = entry.fired_on_device + fires  # stays on the device

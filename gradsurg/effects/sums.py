@@ -169,7 +169,6 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
                     sums[index] += total
 
         kernels: dict[torch.dtype, CPUKernel] = {}
-        # PYFUNCTYPE keeps the GIL during a call, CFUNCTYPE releases it: threads add one at a time.
         prototype = PYFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t, c_void_p)
         for dtype, kind in ((torch.float32, types.float32), (torch.float64, types.float64)):
             entries, sums = types.CPointer(kind), types.CPointer(types.float64)

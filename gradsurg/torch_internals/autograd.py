@@ -34,7 +34,6 @@ flatten: Callable[[list[torch.Tensor]], torch.Tensor]
 flatten = private("torch._utils:_flatten_dense_tensors")
 """Flatten dense tensors of one dtype and device into one tensor."""
 
-
 any_autocast: Callable[[], bool] = private("torch._C:_is_any_autocast_enabled")
 """Whether autocast is enabled in this thread, for any device."""
 
@@ -103,7 +102,6 @@ outputs_of = needs("torch._C:_FunctionBase._input_metadata")(attrgetter("_input_
 running_node: Callable[[], object] = private("torch._C:_current_autograd_node")
 """The autograd node that runs in this thread; None if none does."""
 
-
 _run_backward = private("torch.autograd.graph:_engine_run_backward")
 
 
@@ -156,12 +154,8 @@ def root_of_nested_backward() -> torch.Tensor | None:
 
 
 def in_inner_backward() -> bool:
-    """In an `at_end_of_backward` callback: whether the ending pass is nested.
-
-    Each pass has its own callbacks (pytorch#24965). A nested pass, with its callbacks, runs inside
-    the node of the outer pass that started it.
-    """
-    return running_node() is not None
+    """In an `at_end_of_backward` callback: whether the ending pass is nested."""
+    return running_node() is not None  # the node whose backward has run the nested pass
 
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
@@ -191,8 +185,7 @@ def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
 def depth_of_steps(optimizer: torch.optim.Optimizer) -> int:
     """How many steps of this optimizer are on the call stack, one inside the other.
 
-    A step that raises calls its pre-hooks and no post-hooks. Calls of hooks cannot be counted,
-    therefore, and the stack is searched.
+    A step that raises calls no post-hook, so hooks cannot count steps: the stack is searched.
     """
     frame, depth = sys._getframe(), 0
     file = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
@@ -265,9 +258,8 @@ def _holders(param: torch.Tensor) -> tuple[int, int, int]:
     return sys.getrefcount(grad), grad._use_count(), memory
 
 
-# Measured, as the counts include the references of these calls and differ between versions.
 @cache
-def _of_one_holder() -> tuple[int, int, int]:
+def _of_one_holder() -> tuple[int, int, int]:  # measured: versions may count differently
     param = torch.zeros(1, device="cpu", requires_grad=True)
     param.grad = torch.zeros(1, device="cpu")
     return _holders(param)
@@ -399,9 +391,7 @@ def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], torch.Tensor]]
 
     Any: PyTorch declares no type for a SavedTensor, which takes hooks by `register_hooks`.
     """
-    # A node of PyTorch has `_saved_self` and `_raw_saved_self`, an `autograd.Function` has
-    # `saved_tensors` and `_raw_saved_tensors`. `data` is None if nothing was saved.
-    for key in dir(node):
+    for key in dir(node):  # a tensor has two attributes, such as `_saved_self`, `_raw_saved_self`
         name = key.removeprefix("_raw_saved_")
         if name != key:
             raw, attribute = getattr(node, key), f"_saved_{name}"
@@ -411,7 +401,7 @@ def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], torch.Tensor]]
                 continue
             for index, saved in enumerate(raw):
                 if saved.data is not None:
-                    attribute = "saved_tensors" if name == "tensors" else attribute
+                    attribute = "saved_tensors" if name == "tensors" else attribute  # of a Function
                     yield f"{name}.{index}", saved, partial(_item, node, attribute, index)
 
 

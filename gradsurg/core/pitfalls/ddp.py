@@ -68,11 +68,9 @@ class BeforeAverage(Pitfall):
         for module in attachment.model.modules():
             self._note(attachment, module)
 
-        # The model inside a DistributedDataParallel is attached. Its wrapper is not among its
-        # modules: it is known while the forward of the wrapper runs.
         @compiling.untraced
         def ended(module: nn.Module, args: object, output: object) -> None:
-            self._note(attachment, autograd.active_ddp())
+            self._note(attachment, autograd.active_ddp())  # the wrapper around the attached model
 
         self.stack.close()  # removes the hook of the last call: each change calls `attached` again
         self.stack.callback(attachment.model.register_forward_hook(ended).remove)

@@ -28,13 +28,12 @@ class NanStates(Pitfall):
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
         for operation in attachment.operations:
             transforms = dict(zip(operation.labels, operation.intervention.links, strict=True))
-            # No subclass: a FakeTensor has no values, and a DTensor has them in several processes.
             tensors = [
                 (key, tensor)
                 for key, state in attachment.states.items()
                 if key.partition("/")[0] in transforms and not key.endswith(WHEN)
                 for tensor in state.values()
-                if type(tensor) is Tensor and not tensor.is_meta
+                if type(tensor) is Tensor and not tensor.is_meta  # a FakeTensor has no values
             ]
             if not tensors:
                 continue
