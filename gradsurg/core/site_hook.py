@@ -287,7 +287,7 @@ class SiteHook:
         if fires is False:
             entry.not_fired += 1
             return False
-        if fires is True or fires.is_meta or autograd.is_batched(fires):
+        if fires is True or fires.is_meta or autograd.is_batched(fires):  # no value, or many
             entry.fired += 1
         else:
             entry.fired_on_device = entry.fired_on_device + fires  # stays on the device
@@ -377,6 +377,7 @@ def _unchanged(*_: object, **__: object) -> None:
 
 def _with_values(sparse: Tensor, values: Tensor) -> Tensor:
     """Return a coalesced sparse tensor with other values."""
+    # Without `check_invariants` PyTorch warns the user that it checks none (pytorch#171695).
     return torch.sparse_coo_tensor(
         sparse.indices(), values, sparse.shape, is_coalesced=True, check_invariants=False
     )

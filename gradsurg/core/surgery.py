@@ -309,7 +309,7 @@ class Surgery:
                 f"this state is of {state.get('transforms')}, the surgery is {self._signature()}"
             )
         step, states = state.get("step"), state.get("states")
-        # Earlier versions saved neither of these three.
+        # Earlier versions saved none of these three.
         epoch, flags = state.get("epoch", 0), state.get("flags", {})
         backwards = state.get("backwards", 0)
         if (

@@ -42,7 +42,7 @@ class Entry:
     fired: int = 0  # gradients for which the trigger fired, decided on the host
     not_fired: int = 0
     on_device: int = 0  # gradients for which it was decided on the device
-    fired_on_device: Any = 0  # those of them acted on. Any: a tensor; this floor is without torch
+    fired_on_device: Any = 0  # those of them acted on. Any: a tensor; this file needs no torch
     earlier_calls: int = 0  # counts of an interrupted run
     earlier_fired: int = 0
     sent: int = 0  # bytes that this process sent for its gradients, at `Buckets`

@@ -57,6 +57,7 @@ def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
         return
     wide = torch.promote_types(before.dtype, torch.float32)
     kernel = cpu_kernels().get(wide)
+    # In the order of memory, so that `reshape` need not copy a transposed gradient.
     in_memory = sorted(range(before.dim()), key=before.stride, reverse=True)
     flat = (tensor.detach().permute(in_memory).reshape(-1) for tensor in (before, after))
     for chunks in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
@@ -178,7 +179,7 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
             )
             kernels[dtype] = prototype(compiled.address)
             _compiled.append(compiled)
-    except (ImportError, RuntimeError, OSError) as error:
+    except (ImportError, RuntimeError, OSError) as error:  # also without a folder for the cache
         _log.warning("%s; %s", SLOW, error)
         return {}
     return kernels

@@ -384,6 +384,7 @@ class Aggregation:
             positions = {name: tensor.cpu() for name, tensor in positions.items()}
             states[f"{key}/tasks"] = positions
             known = tuple(sorted(positions, key=lambda name: int(positions[name])))
+        # A tensor (T, 0) of `init` gets the columns of the rows later: only T is compared.
         grown = [name for name, tensor in initial.items() if not tensor.numel()]
         shapes, initial_shapes = (
             {name: tensor.shape[: 1 if name in grown else None] for name, tensor in tensors.items()}

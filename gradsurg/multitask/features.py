@@ -50,6 +50,7 @@ class GraphCut:
     def stopped(self) -> Iterator[None]:
         """Stop gradients at nested edges."""
         with ExitStack() as stack:
+            # `torch.autograd.grad` reads the gradient at an edge before the prehooks of its node.
             for node in self.nodes if self.nested else ():
                 stack.callback(node.register_prehook(lambda grads: (None,) * len(grads)).remove)
             yield

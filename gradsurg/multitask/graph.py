@@ -17,7 +17,7 @@ MAX_PROBES = 5
 
 # For each output of a compiled graph: the indices of the next nodes that were seen to receive a
 # gradient, and the number of probes. There are several, because a relu may block a gradient in one
-# batch and pass it in the next.
+# batch and pass it in the next. Each compiled graph has a class of nodes to itself, the key here.
 _PROBED: WeakKeyDictionary[type, dict[int, tuple[set[int], int]]] = WeakKeyDictionary()
 
 

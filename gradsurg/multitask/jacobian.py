@@ -431,9 +431,8 @@ class JacobianBuilder:
             return None
         before, self._measured = self._measured, {}
         before = before if list(before) == list(call.losses) else {}
-        with preserved(
-            call.device
-        ):  # hooks of others may draw random numbers, and do so again later
+        # Hooks of others may draw random numbers, and do so again in the backward pass of the sum.
+        with preserved(call.device):
             jacobian = self._backward(call, list(call.losses), fresh=not before, measuring=True)
         losses = self._total_losses(before, call)
         if not call.last:
@@ -499,7 +498,9 @@ class JacobianBuilder:
         self.compiled = COMPILED in names
         check_repeatable(losses, shared=not call.retain_graph)
         jacobian = self._prepare(len(tasks), fresh, measuring)
-        adds_up = measuring or bool(self.sharded)  # sharded parameters have leaves of their own
+        # Other leaves need nothing here if a backward pass accumulates their gradients: the pass of
+        # the sum after a measurement, or those of `task_gradients` for sharded parameters.
+        adds_up = measuring or bool(self.sharded)
         extra_leaves = [] if adds_up else _leaves_beyond(nodes, jacobian.params)
         statistics = [buffer for norm in self._norms if norm.training for buffer in norm.buffers()]
         versions = [version_of(buffer) for buffer in statistics]  # of num_batches_tracked too
@@ -511,8 +512,8 @@ class JacobianBuilder:
         try:
             for index, (name, loss) in enumerate(losses.items()):
                 keep_graph = measuring or call.retain_graph or index < len(losses) - 1
-                # A checkpoint repeats its forward in each pass; only the first may update the
-                # statistics, like a plain backward pass.
+                # A checkpoint repeats its forward in each pass, which updates the statistics again
+                # (pytorch#96136). Only the first pass may do so, like a plain backward pass.
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
                 restored = _restored(statistics) if measuring or repeated else nullcontext()
                 with call.task(name, self._attachment.clock), restored:

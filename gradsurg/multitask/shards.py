@@ -75,6 +75,7 @@ def task_gradients(
 
 def accumulate_parts(parts: Mapping[Tensor, Tensor]) -> None:
     """Add to each parameter's `.grad`, of which this process has a part, and run its hooks."""
+    # Like `fully_shard`, which sets `.grad` and calls these hooks itself, and no other hooks.
     for param, part in parts.items():
         grad = sharded(part, param)
         param.grad = grad if param.grad is None else param.grad + grad

@@ -34,7 +34,6 @@ flatten: Callable[[list[torch.Tensor]], torch.Tensor]
 flatten = private("torch._utils:_flatten_dense_tensors")
 """Flatten dense tensors of one dtype and device into one tensor."""
 
-
 any_autocast: Callable[[], bool] = private("torch._C:_is_any_autocast_enabled")
 """Whether autocast is enabled in this thread, for any device."""
 
@@ -42,6 +41,7 @@ any_autocast: Callable[[], bool] = private("torch._C:_is_any_autocast_enabled")
 @needs("torch._C:_len_torch_function_stack")
 def without_autocast(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
     """Disable autocast for the devices of these tensors, and make the CPU the default device."""
+    # A default device is a torch-function mode, so without any mode it is the CPU.
     away = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
     if not away and not any_autocast():
         return nullcontext()
@@ -102,7 +102,6 @@ outputs_of = needs("torch._C:_FunctionBase._input_metadata")(attrgetter("_input_
 running_node: Callable[[], object] = private("torch._C:_current_autograd_node")
 """The autograd node that runs in this thread; None if none does."""
 
-
 _run_backward = private("torch.autograd.graph:_engine_run_backward")
 
 
@@ -156,7 +155,7 @@ def root_of_nested_backward() -> torch.Tensor | None:
 
 def in_inner_backward() -> bool:
     """In an `at_end_of_backward` callback: whether the ending pass is nested."""
-    return running_node() is not None
+    return running_node() is not None  # the node whose backward has run the nested pass
 
 
 def stepping_scaler() -> torch.amp.GradScaler | None:
@@ -186,7 +185,7 @@ def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
 def depth_of_steps(optimizer: torch.optim.Optimizer) -> int:
     """How many steps of this optimizer are on the call stack, one inside the other.
 
-    A step that raised leaves no mark either, so the stack is searched.
+    A step that raises calls no post-hook, so hooks cannot count steps: the stack is searched.
     """
     frame, depth = sys._getframe(), 0
     file = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
@@ -260,7 +259,7 @@ def _holders(param: torch.Tensor) -> tuple[int, int, int]:
 
 
 @cache
-def _of_one_holder() -> tuple[int, int, int]:
+def _of_one_holder() -> tuple[int, int, int]:  # measured: versions may count differently
     param = torch.zeros(1, device="cpu", requires_grad=True)
     param.grad = torch.zeros(1, device="cpu")
     return _holders(param)
@@ -280,7 +279,7 @@ def owns_grad(param: torch.Tensor) -> bool:
 def _is_writable(grad: torch.Tensor | None) -> bool:
     return (
         type(grad) is torch.Tensor
-        and grad.dtype in (torch.float32, torch.float64)
+        and grad.dtype in (torch.float32, torch.float64)  # half precision is multiplied in float32
         and grad.is_contiguous()
         and not (grad.requires_grad or grad.is_inference() or is_wrapped(grad))
         and grad.untyped_storage().resizable()  # the memory is PyTorch's own
@@ -392,7 +391,7 @@ def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], torch.Tensor]]
 
     Any: PyTorch declares no type for a SavedTensor, which takes hooks by `register_hooks`.
     """
-    for key in dir(node):
+    for key in dir(node):  # a tensor has two attributes, such as `_saved_self`, `_raw_saved_self`
         name = key.removeprefix("_raw_saved_")
         if name != key:
             raw, attribute = getattr(node, key), f"_saved_{name}"
@@ -402,7 +401,7 @@ def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], torch.Tensor]]
                 continue
             for index, saved in enumerate(raw):
                 if saved.data is not None:
-                    attribute = "saved_tensors" if name == "tensors" else attribute
+                    attribute = "saved_tensors" if name == "tensors" else attribute  # of a Function
                     yield f"{name}.{index}", saved, partial(_item, node, attribute, index)
 
 
@@ -534,6 +533,7 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if not tried:
         return []
     own = [dict(leaf._backward_hooks or {}) for leaf in tried]
+    # The dicts are changed in place: assigning another one would register the hooks again.
     passed: set[int] = set()
     for index, leaf in enumerate(tried):
         assert leaf._backward_hooks is not None

@@ -17,7 +17,6 @@ from gradsurg.torch_internals import lookup, needs, private
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-
 _tracing: Callable[[], object]
 _tracing = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")
 
@@ -113,7 +112,6 @@ def _hook(function: Callable[..., Any]) -> Any:  # Any: it is called like the fu
 
 traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces this code; cheaper than wrapping a function in `untraced`."""
-
 
 in_jit_trace: Callable[[], bool] = private("torch.jit:is_tracing")
 """Whether `torch.jit.trace` records the running forward."""
@@ -267,6 +265,7 @@ def can_run_again(node: Any) -> bool:
 
     The first pass needs `retain_graph`. `node` is a `CompiledFunction` node.
     """
+    # Raises if this version lacks it. `needs` would import the module with this one, which is slow.
     lookup("torch._functorch._aot_autograd.schemas:ViewAndMutationMeta.bw_donated_idxs")
     function = node._forward_cls
     metadata = function.metadata

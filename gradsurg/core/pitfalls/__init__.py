@@ -52,7 +52,6 @@ KINDS = (
 )
 """The rows of that table: kinds of site, each with the stage or other mode that it is used in."""
 
-
 for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
 

@@ -26,7 +26,7 @@ class OtherCode(Pitfall):
     >>> handle = model[0].register_forward_hook(lambda *_: print("called"))
     >>> results = [call(x) for call in other]  # the hook is not called
 
-    https://docs.pytorch.org/docs/stable/torch.compiler_nn_module.html
+    https://docs.pytorch.org/docs/stable/torch.compiler_nn_module.html, pytorch#117758
     https://docs.pytorch.org/docs/stable/export.html, https://docs.pytorch.org/docs/stable/jit.html
     """
 

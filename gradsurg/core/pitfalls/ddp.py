@@ -70,9 +70,9 @@ class BeforeAverage(Pitfall):
 
         @compiling.untraced
         def ended(module: nn.Module, args: object, output: object) -> None:
-            self._note(attachment, autograd.active_ddp())
+            self._note(attachment, autograd.active_ddp())  # the wrapper around the attached model
 
-        self.stack.close()  # for earlier interventions
+        self.stack.close()  # removes the hook of the last call: each change calls `attached` again
         self.stack.callback(attachment.model.register_forward_hook(ended).remove)
 
     def _note(self, attachment: AttachmentLike, module: nn.Module | None) -> None:

@@ -25,7 +25,7 @@ class FullBackwardHooks(Pitfall):
     RuntimeError: Cannot use both regular backward hooks and full backward hooks on a single Module.
 
     https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html
-    https://docs.pytorch.org/docs/stable/notes/extending.func.html
+    https://docs.pytorch.org/docs/stable/notes/extending.func.html, pytorch#61519
     """
 
     cells = (

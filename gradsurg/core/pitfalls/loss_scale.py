@@ -16,7 +16,7 @@ from gradsurg.torch_internals import autograd
 class LossScale(Pitfall):
     """With a GradScaler all hooks get gradients times the loss scale, except hooks of the step.
 
-    A GradScaler leaves no mark on the model: its calls show it.
+    A GradScaler leaves no mark on the model. Its `step` is looked for on the call stack of a step.
 
     >>> weight, scaler = torch.ones(1, requires_grad=True), torch.amp.GradScaler("cpu", 8.0)
     >>> handle = weight.register_hook(lambda grad: print(grad.item()))

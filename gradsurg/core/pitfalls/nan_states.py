@@ -33,7 +33,7 @@ class NanStates(Pitfall):
                 for key, state in attachment.states.items()
                 if key.partition("/")[0] in transforms and not key.endswith(WHEN)
                 for tensor in state.values()
-                if type(tensor) is Tensor and not tensor.is_meta
+                if type(tensor) is Tensor and not tensor.is_meta  # a FakeTensor has no values
             ]
             if not tensors:
                 continue

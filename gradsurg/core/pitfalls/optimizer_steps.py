@@ -130,6 +130,7 @@ class StepHooks(Pitfall):
         if version == seen.version or not self._is_stepped(param, clock):
             return
         seen.version, seen.changes = version, seen.changes + 1
+        # With an optimizer only at every second change: SAM moves the weights and moves them back.
         if seen.changes % (ENOUGH if clock else 1):
             return
         # A version alone may change without a step, for example by weights that are noisy in each
