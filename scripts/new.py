@@ -174,9 +174,7 @@ def new_class(text: str, model: str, name: str) -> str:
 def new_yaml(text: str, model: str, name: str) -> str:
     """Return a yaml file with the name of another, and `TODO` for its purpose."""
     text = re.sub(r"^# (?!python -m).*\n", "", text, flags=re.M)
-    text = re.sub(
-        r"\A(# python .*\n)", f"\\1# {TODO}: its purpose, in one sentence.\n", text
-    )
+    text = re.sub(r"\A(# python .*\n)", f"\\1# {TODO}: its purpose, in one sentence.\n", text)
     target = rf"(?<=_target_: gradsurg\.){model.replace('_', '')}\b"
     return renamed(re.sub(target, class_of(name), text, flags=re.I), model, name)
 

@@ -23,7 +23,7 @@ ROOMS = {
     "transforms": (("transforms",), 4636 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
-    "multitask per_example": (("multitask", "per_example"), 4244),
+    "multitask per_example": (("multitask", "per_example"), 4245),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 8070),
     "report": (("report",), 5704),
     "stats": (("stats.py",), 603),

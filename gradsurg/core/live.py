@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from gradsurg.multitask.losses import Losses
     from gradsurg.per_example.gradients import ExampleSource
 
-
 _open: "WeakSet[Live]" = WeakSet()  # weak, so that a dropped handle removes its hooks at once
 
 

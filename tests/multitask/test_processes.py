@@ -1,14 +1,15 @@
 """Aggregators in several processes: `reduce` of SharedParameters under DistributedDataParallel."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
+from gradsurg.multitask.processes import mean_losses
 from tests.forks import ALONE, Ranks, in_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -163,3 +164,22 @@ def test_the_plan_tells_of_the_processes_and_one_surgery_has_one_way() -> None:
 
 
 WAYS: tuple[Reduce, ...] = ("mean", "local")
+
+
+def test_many_processes_with_the_same_losses_are_seen_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sums over 128 processes are made here one after the other, as a ring adds them."""
+    count = 128
+
+    def all_reduce(values: Tensor, group: object) -> None:
+        first = values.clone()
+        for _ in range(count - 1):
+            values += first
+
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: count)
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    group: Any = None
+    for number in range(200):
+        losses = {f"task{number}": 1.5, "other": 2.0}
+        assert mean_losses(group, losses, [[0], [0]], torch.device("cpu")) == losses
