@@ -261,11 +261,11 @@ class WatchedCalls(ABC):
             vars(first)["makes_alias"] = self.acts_before
             # Those that do not make aliases hook the inputs themselves: they run first.
             handle = module_hooks.register_pre_hook_before(_makes_alias, module, first)
-            door.stack.callback(handle.remove)
+            door.stack.callback(module_hooks.remove, handle)
             handle = module.register_forward_hook(
                 last, with_kwargs=True, always_call=self.always_ends
             )
-            door.stack.callback(handle.remove)
+            door.stack.callback(module_hooks.remove, handle)
 
     @abstractmethod
     def before(self, module: nn.Module, args: Args, kwargs: Keywords) -> object:
@@ -319,10 +319,10 @@ def hook_calls(
     for module in [named.owners[0] for named in found]:
         if pre_hook is not None:
             handle = module.register_forward_pre_hook(pre_hook, prepend=first, with_kwargs=True)
-            door.stack.callback(handle.remove)
+            door.stack.callback(module_hooks.remove, handle)
         if hook is not None:
             handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always)
-            door.stack.callback(handle.remove)
+            door.stack.callback(module_hooks.remove, handle)
 
 
 def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:

@@ -61,9 +61,10 @@ class BackwardPasses:
             self.door.refuse("legacy hooks", self.kind, name)
         if target is None:
             before, after = compiling.untraced(self.before), compiling.untraced(self.after)
-            stack.callback(process.register_module_forward_pre_hook(before).remove)
+            handle = process.register_module_forward_pre_hook(before)
+            stack.callback(module_hooks.remove, handle)
             handle = process.register_module_forward_hook(after, with_kwargs=True)
-            stack.callback(autograd.remove_global_forward_hook, handle)
+            stack.callback(module_hooks.remove, handle)
 
     def before(self, module: nn.Module, *_: object) -> None:
         if autograd.in_functorch() and (name := self.name_of(module)):
