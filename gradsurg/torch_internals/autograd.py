@@ -453,6 +453,18 @@ def calls_on_stack(module: torch.nn.Module) -> int:
     return calls
 
 
+def is_called_inside(key: int) -> bool:
+    """In a pre-hook: whether the call that begins is inside one of the module with this id."""
+    frame, code, begins = sys._getframe(1), _call_impl.__code__, True
+    while frame is not None:
+        if frame.f_code is code:
+            if not begins and id(frame.f_locals["self"]) == key:
+                return True
+            begins = False
+        frame = frame.f_back
+    return begins  # True if another library has replaced the function that calls modules
+
+
 Mode = TorchFunctionMode
 
 function_modes: Callable[[], list[Mode]]

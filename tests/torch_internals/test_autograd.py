@@ -93,3 +93,18 @@ def test_gradients_from_the_engine_are_those_of_autograd_grad() -> None:
     assert used.grad is None
     with pytest.raises(RuntimeError, match="second time"):
         autograd.gradients_of(loss, [used], keep_graph=False)
+
+
+def test_a_pre_hook_knows_the_modules_around_the_call_that_begins() -> None:
+    inner, other = nn.Identity(), nn.Identity()
+    model, found = nn.Sequential(nn.Sequential(inner)), list[bool]()
+
+    def hook(*_: object) -> None:
+        modules = (model, model[0], inner, other)
+        found[:] = [autograd.is_called_inside(id(module)) for module in modules]
+
+    inner.register_forward_pre_hook(hook)
+    model(1)
+    assert found == [True, True, False, False]
+    hook()
+    assert found == [True] * 4  # no call is on the stack: not known
