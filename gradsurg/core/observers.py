@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
-from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.sites.calls import remove_hook
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, TensorTrigger
 
 
@@ -51,8 +52,7 @@ def observe(
             stack.callback(module.register_forward_hook(_hook(module, observer.see_output)).remove)
         else:
             hook = _hook(module, observer.see_inputs)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            stack.callback(module_hooks.remove, handle)
+            stack.callback(remove_hook, module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) -> None:

@@ -210,11 +210,11 @@ class _Graphs:
     def _end_interrupted(self, calls: CallNumbers) -> None:
         """End the calls that do not run: a KeyboardInterrupt runs no forward hooks."""
         running, interrupted = calls.running, list[_Note]()
-        while (
-            running and (note := running[-1][1]) and not autograd.is_called_inside(running[-1][0])
-        ):
-            if compiling.in_compiled():
-                return  # compiled code has other frames on the stack
+        _, *around = autograd.calls_on_stack() or [0]
+        # Compiled code has other frames on the stack.
+        if compiling.in_compiled():
+            return
+        while running and (note := running[-1][1]) and running[-1][0] not in around:
             interrupted.append(note)
             running.pop()
         if not running:

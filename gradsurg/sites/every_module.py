@@ -9,7 +9,7 @@ from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.activations import Flow
-from gradsurg.sites.calls import Shared, modules_of, name_in, refuse_scripted
+from gradsurg.sites.calls import Shared, modules_of, name_in, refuse_scripted, remove_hook
 from gradsurg.sites.module_gradients import BackwardPasses
 from gradsurg.sites.places import (
     ELSEWHERE,
@@ -25,7 +25,7 @@ from gradsurg.sites.places import (
 )
 from gradsurg.sites.selection import Pattern, Types, matches, matches_type
 from gradsurg.sites.selectors import offered_names
-from gradsurg.torch_internals import compiling, module_hooks
+from gradsurg.torch_internals import compiling
 from gradsurg.transforms.base import Scope
 
 Mode = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
@@ -58,7 +58,7 @@ def _watch(mode: Mode, door: Door, found: Sequence[Named], shared: Shared) -> No
         # PyTorch's type allows no return value, but the hook may return a new output.
         after: Any = compiling.untraced(flow.on_output)
         handle = process.register_module_forward_hook(after)
-    door.stack.callback(module_hooks.remove, handle)
+    door.stack.callback(remove_hook, handle)
 
 
 @cache

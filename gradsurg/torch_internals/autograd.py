@@ -444,25 +444,14 @@ def running_functions() -> list[BackwardCFunction]:
 _call_impl = private("torch.nn:Module._call_impl")
 
 
-def calls_on_stack(module: torch.nn.Module) -> int:
-    """How many calls of a module are on the call stack of this thread."""
-    frame, calls, code = sys._getframe(1), 0, _call_impl.__code__
-    while frame is not None:
-        calls += frame.f_code is code and frame.f_locals["self"] is module
-        frame = frame.f_back
-    return calls
-
-
-def is_called_inside(key: int) -> bool:
-    """In a pre-hook: whether the call that begins is inside one of the module with this id."""
-    frame, code, begins = sys._getframe(1), _call_impl.__code__, True
+def calls_on_stack() -> list[int]:
+    """The ids of the modules whose calls are on the stack of this thread, innermost first."""
+    frame, calls, code = sys._getframe(1), list[int](), _call_impl.__code__
     while frame is not None:
         if frame.f_code is code:
-            if not begins and id(frame.f_locals["self"]) == key:
-                return True
-            begins = False
+            calls.append(id(frame.f_locals["self"]))
         frame = frame.f_back
-    return begins  # True if another library has replaced the function that calls modules
+    return calls
 
 
 Mode = TorchFunctionMode

@@ -34,9 +34,8 @@ class ModuleHook(partial[Any]):
     def close(self) -> None:
         """Do nothing from now on, whatever the arguments."""
         # The function stays held: it may be running, and nothing else need hold it.
-        own = {**vars(self), "closed": self.func}
         hook: Any = self  # its type does not declare the method, by which partials are unpickled
-        hook.__setstate__((lambda *_: None, (), {}, own))
+        hook.__setstate__((lambda *_: None, (), {}, {**vars(self), "closed": self.func}))
 
 
 def untraced(function: Function, compiled: Function | None = None) -> Function:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.torch_internals import autograd, compiling, needs
+from gradsurg.torch_internals import needs
 
 BackwardHook = Callable[..., Any]  # Any: PyTorch's own types do not allow missing gradients
 Kind = Literal["full_backward_pre", "full_backward"]
@@ -74,18 +74,6 @@ def register_pre_hook_before(
     for key in later:
         table[key] = table.pop(key)
     return handle
-
-
-def remove(handle: RemovableHandle) -> None:
-    """Remove a hook of a module, or of all modules, also from the calls that run.
-
-    PyTorch lists the hooks of a call before it runs the first of them. It calls those that were
-    removed since, without their keyword arguments.
-    """
-    hook = (handle.hooks_dict_ref() or {}).get(handle.id)
-    autograd.remove_global_forward_hook(handle)
-    if isinstance(hook, compiling.ModuleHook):
-        hook.close()
 
 
 def is_scripted(module: nn.Module) -> bool:

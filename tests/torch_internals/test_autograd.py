@@ -95,16 +95,10 @@ def test_gradients_from_the_engine_are_those_of_autograd_grad() -> None:
         autograd.gradients_of(loss, [used], keep_graph=False)
 
 
-def test_a_pre_hook_knows_the_modules_around_the_call_that_begins() -> None:
-    inner, other = nn.Identity(), nn.Identity()
-    model, found = nn.Sequential(nn.Sequential(inner)), list[bool]()
-
-    def hook(*_: object) -> None:
-        modules = (model, model[0], inner, other)
-        found[:] = [autograd.is_called_inside(id(module)) for module in modules]
-
-    inner.register_forward_pre_hook(hook)
+def test_the_calls_on_the_stack_are_listed_from_the_innermost() -> None:
+    inner, found = nn.Identity(), list[int]()
+    model = nn.Sequential(nn.Sequential(inner))
+    inner.register_forward_pre_hook(lambda *_: found.extend(autograd.calls_on_stack()))
     model(1)
-    assert found == [True, True, False, False]
-    hook()
-    assert found == [True] * 4  # no call is on the stack: not known
+    assert found == [id(inner), id(model[0]), id(model)]
+    assert autograd.calls_on_stack() == []

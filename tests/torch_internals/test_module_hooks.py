@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import gradsurg as gs
+from gradsurg.sites.calls import remove_hook
 from gradsurg.torch_internals import compiling, hook_tables, module_hooks
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks
 
@@ -28,13 +29,13 @@ def test_a_hook_that_was_removed_in_a_call_does_nothing_in_it() -> None:
     own = compiling.untraced(lambda module, args, kwargs, output: ran.append("own"))
 
     def first(*_: object) -> None:
-        module_hooks.remove(handle)
+        remove_hook(handle)
         ran.append("first")
 
     module.register_forward_hook(first)
     handle = module.register_forward_hook(own, with_kwargs=True)
     module(1)
-    module_hooks.remove(handle)  # there is none any more
+    remove_hook(handle)  # there is none any more
     assert (ran, len(module._forward_hooks)) == (["first"], 1)
 
 
