@@ -1,12 +1,13 @@
 """The benchmark beside another library says what it lacks, and marks what it says it marks."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.bench import kernel, multitask, size, telemetry
-from scripts.bench.__main__ import main
+from scripts.bench.__main__ import TABLES, main
 
 
 def test_without_the_other_library_it_says_in_one_line_what_to_install(
@@ -20,6 +21,21 @@ def test_without_the_other_library_it_says_in_one_line_what_to_install(
     assert told.out == ""
     assert told.err.count("\n") == 1
     assert told.err.endswith("not installed: pip install -e '.[bench]'\n")
+
+
+def test_one_command_measures_all_tables_of_the_page_about_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(multitask, "lacking", lambda: "")
+    for name in TABLES:
+        monkeypatch.setitem(TABLES, name, (7, lambda args, name=name: f"{name} {args.rounds}"))
+    main(["costs"])
+    names = [name for name in TABLES if name not in ("kernel", "telemetry", "runner")]
+    assert capsys.readouterr().out.splitlines() == [f"{name} 7" for name in names]
+    page = (Path(__file__).parents[1] / "docs" / "costs.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page or f"bench {name} " in page for name in names)
+    main(["kernel", "--rounds", "2"])
+    assert capsys.readouterr().out == "kernel 2\n"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import unknown
+from gradsurg.sites.calls import remove_hook
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, TensorTrigger
 
@@ -51,7 +52,7 @@ def observe(
             stack.callback(module.register_forward_hook(_hook(module, observer.see_output)).remove)
         else:
             hook = _hook(module, observer.see_inputs)
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.callback(remove_hook, module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def observe_output_gradient(model: nn.Module, clock: Clock, stack: ExitStack) -> None:

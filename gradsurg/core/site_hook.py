@@ -389,8 +389,6 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
     # attributes. It runs for each gradient, so the path of `fast_args` is written out in it.
     attachment = hooks[0].operation.attachment
     clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
-    # The attachment's own list: it is empty once no pitfall listens any more.
-    listeners = attachment.listeners["further_gradient"]
 
     def call(
         grad: Tensor | None,
@@ -418,8 +416,7 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
                     context.step, context.call = clock.step, 0
                 else:
                     context.call += 1
-                    if listeners:
-                        operation.attachment.tell("further_gradient", hook, context.call)
+                    operation.attachment.tell("further_gradient", hook, context.call)
                 try:
                     changed = apply(result, context)
                 except Exception as error:  # raised again, with the site
@@ -431,8 +428,7 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
                     add(slot, result, changed)
             if not shadow:
                 result = changed
-        # None, and not the same tensor, for an unchanged gradient: PyTorch then keeps its own.
-        return None if result is grad else result
+        return None if result is grad else result  # for None PyTorch keeps its own tensor
 
     # `AttachmentDoor` finds the hooks that act on a tensor in PyTorch's table of its hooks.
     vars(call)["hooks"] = hooks

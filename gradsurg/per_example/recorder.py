@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.per_example.layers import LayerCall, Rule, rule_of
+from gradsurg.sites.calls import remove_hook
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.torch_internals.hook_tables import number_of_forward_hooks
 
@@ -94,7 +95,7 @@ class Recorder:
             if self.is_on and called is held() and not autograd.in_functorch():
                 record(called, *given)
 
-        stack.callback(register(hook, with_kwargs=True).remove)
+        stack.callback(remove_hook, register(hook, with_kwargs=True))
         self._num_hooks += 1
 
     def _begin(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

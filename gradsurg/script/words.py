@@ -130,9 +130,7 @@ def parse(words: Sequence[str]) -> Command:
     try:
         settings = settings_of({key: config[key] for key in (*SETTINGS, "tune_seeds")})
     except FieldError as error:
-        raise ConfigError(
-            [*faults, *(f"{field}: {text}" for field, text in error.faults)]
-        ) from None
+        raise ConfigError([*faults, *map(": ".join, error.faults)]) from None
     if faults:
         raise ConfigError(faults)
     surgery = {key: config[key] for key in SURGERY} if config.get("transform") else {}

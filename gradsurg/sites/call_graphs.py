@@ -58,6 +58,11 @@ class CallGraph:
         self.numbers.append(autograd.next_sequence_number())
         self.owners.append(owner)
 
+    def hand_over(self, interrupted: Collection[tuple["CallGraph", Call]], owner: Call) -> None:
+        """Give a call the nodes of calls inside it, which were interrupted."""
+        calls = {call for graph, call in interrupted if graph is self}
+        self.owners = [owner if each in calls else each for each in self.owners]
+
     def end(self, output: object) -> None:
         """Find the nodes that the output of the call depends on."""
         begin, end = self.numbers[0], self.numbers[-1]
@@ -118,6 +123,7 @@ class CallGraph:
 
 
 Take = Callable[[CallGraph], None]
+_Note = tuple[CallGraph, Call]
 
 
 def follow(
@@ -133,7 +139,7 @@ def follow(
     recomputation of a checkpoint; it has a graph of its own if the forward has made none. A call
     that `torch.jit.trace` or `torch.export` records is ignored: no backward pass follows.
     """
-    graphs = _Graphs(door, shared, take, returning)
+    graphs = _Graphs(door, found, shared, take, returning)
     # First, so that nodes made by the pre-hooks of others belong to the call.
     hook_calls(door, found, graphs.enter, graphs.leave, first=True, always=True)
 
@@ -142,8 +148,16 @@ class _Graphs:
     """The graphs of the outermost calls that run; the note of a call is its graph and the call."""
 
     def __init__(
-        self, door: Door, shared: Shared, take: Take, returning: Collection[nn.Module]
+        self,
+        door: Door,
+        found: Sequence[Named],
+        shared: Shared,
+        take: Take,
+        returning: Collection[nn.Module],
     ) -> None:
+        modules = [named.owners[0] for named in found]
+        # The modules inside each, by id.
+        self.parts = {id(one): {id(part) for part in one.modules()} - {id(one)} for one in modules}
         self.thread, self.root, self.take = shared.follow(door.stack), ref(door.model), take
         self.returning = frozenset(map(id, returning))  # the modules themselves hold this object
 
@@ -159,10 +173,13 @@ class _Graphs:
 
     def leave(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         calls = self.thread.calls
+        opened = [*calls.running]
         note = calls.leave(module)
         if note is None:
             return
         graph: CallGraph = note[0]
+        if interrupted := opened[len(calls.running) + 1 :]:
+            graph.hand_over([other for _, other in interrupted if other], note[1])
         around = (other[1] for _, other in reversed(calls.running) if other and other[0] is graph)
         owner = next(around, None)
         graph.change(owner)
@@ -179,16 +196,31 @@ class _Graphs:
 
     def _running(self, calls: CallNumbers, module: nn.Module, task: int) -> CallGraph | None:
         """The graph of the call around this one, in the same backward pass or in none."""
-        note = calls.running[-1][1] if calls.running else None
-        graph: CallGraph | None = note[0] if note is not None and note[0].task == task else None
-        if task != FORWARD:
-            return graph
-        if graph is not None and graph.outer() is module and autograd.calls_on_stack(module) < 2:
-            graph = None  # left open by a KeyboardInterrupt, which runs no forward hooks
-            calls.depth = 0
-        if graph is None and not calls.depth:
+        running = calls.running
+        # To search the stack takes longer than all else here: a module that is inside another one
+        # is taken to be called by it.
+        if running and id(module) not in self.parts.get(running[-1][0], ()):
+            self._end_interrupted(calls)
+        note: _Note | None = running[-1][1] if running else None
+        graph = note[0] if note is not None and note[0].task == task else None
+        if task == FORWARD and graph is None and not calls.depth:
             calls.begin()
         return graph
+
+    def _end_interrupted(self, calls: CallNumbers) -> None:
+        """End the calls that do not run: a KeyboardInterrupt runs no forward hooks."""
+        running, interrupted = calls.running, list[_Note]()
+        _, *around = autograd.calls_on_stack() or [0]
+        # Compiled code has other frames on the stack.
+        if compiling.in_compiled():
+            return
+        while running and (note := running[-1][1]) and running[-1][0] not in around:
+            interrupted.append(note)
+            running.pop()
+        if not running:
+            calls.depth = 0
+        elif interrupted and (note := running[-1][1]):
+            note[0].hand_over(interrupted, note[1])
 
 
 def meets_more(output: object, by_gradient: bool) -> bool:

@@ -199,7 +199,7 @@ class Shared:
             for thread in threads:
                 calls = thread.calls
                 # A KeyboardInterrupt in an earlier forward leaves its depth behind.
-                if calls.depth and autograd.calls_on_stack(module) > 1:
+                if calls.depth and autograd.calls_on_stack().count(id(module)) > 1:
                     calls.depth += 1
                 else:
                     calls.begin()
@@ -261,11 +261,11 @@ class WatchedCalls(ABC):
             vars(first)["makes_alias"] = self.acts_before
             # Those that do not make aliases hook the inputs themselves: they run first.
             handle = module_hooks.register_pre_hook_before(_makes_alias, module, first)
-            door.stack.callback(handle.remove)
+            door.stack.callback(remove_hook, handle)
             handle = module.register_forward_hook(
                 last, with_kwargs=True, always_call=self.always_ends
             )
-            door.stack.callback(handle.remove)
+            door.stack.callback(remove_hook, handle)
 
     @abstractmethod
     def before(self, module: nn.Module, args: Args, kwargs: Keywords) -> object:
@@ -319,10 +319,22 @@ def hook_calls(
     for module in [named.owners[0] for named in found]:
         if pre_hook is not None:
             handle = module.register_forward_pre_hook(pre_hook, prepend=first, with_kwargs=True)
-            door.stack.callback(handle.remove)
+            door.stack.callback(remove_hook, handle)
         if hook is not None:
             handle = module.register_forward_hook(hook, with_kwargs=True, always_call=always)
-            door.stack.callback(handle.remove)
+            door.stack.callback(remove_hook, handle)
+
+
+def remove_hook(handle: RemovableHandle) -> None:
+    """Remove a hook of a module, or of all modules, also from the calls that run.
+
+    PyTorch lists the hooks of a call before it runs the first of them. It calls those that were
+    removed since, without their keyword arguments.
+    """
+    hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+    autograd.remove_global_forward_hook(handle)
+    if isinstance(hook, compiling.ModuleHook):
+        hook.close()
 
 
 def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:

@@ -9,7 +9,7 @@ from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.activations import Flow
-from gradsurg.sites.calls import Shared, modules_of, name_in, refuse_scripted
+from gradsurg.sites.calls import Shared, modules_of, name_in, refuse_scripted, remove_hook
 from gradsurg.sites.module_gradients import BackwardPasses
 from gradsurg.sites.places import (
     ELSEWHERE,
@@ -58,7 +58,7 @@ def _watch(mode: Mode, door: Door, found: Sequence[Named], shared: Shared) -> No
         # PyTorch's type allows no return value, but the hook may return a new output.
         after: Any = compiling.untraced(flow.on_output)
         handle = process.register_module_forward_hook(after)
-    door.stack.callback(handle.remove)
+    door.stack.callback(remove_hook, handle)
 
 
 @cache

@@ -24,6 +24,7 @@ from gradsurg.sites.calls import (
     modules_of,
     name_in,
     refuse_scripted,
+    remove_hook,
 )
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selectors import ModuleSelector
@@ -61,9 +62,10 @@ class BackwardPasses:
             self.door.refuse("legacy hooks", self.kind, name)
         if target is None:
             before, after = compiling.untraced(self.before), compiling.untraced(self.after)
-            stack.callback(process.register_module_forward_pre_hook(before).remove)
+            handle = process.register_module_forward_pre_hook(before)
+            stack.callback(remove_hook, handle)
             handle = process.register_module_forward_hook(after, with_kwargs=True)
-            stack.callback(autograd.remove_global_forward_hook, handle)
+            stack.callback(remove_hook, handle)
 
     def before(self, module: nn.Module, *_: object) -> None:
         if autograd.in_functorch() and (name := self.name_of(module)):

@@ -443,11 +443,12 @@ def running_functions() -> list[BackwardCFunction]:
 _call_impl = private("torch.nn:Module._call_impl")
 
 
-def calls_on_stack(module: torch.nn.Module) -> int:
-    """How many calls of a module are on the call stack of this thread."""
-    frame, calls, code = sys._getframe(1), 0, _call_impl.__code__
+def calls_on_stack() -> list[int]:
+    """The ids of the modules whose calls are on the stack of this thread, innermost first."""
+    frame, calls, code = sys._getframe(1), list[int](), _call_impl.__code__
     while frame is not None:
-        calls += frame.f_code is code and frame.f_locals["self"] is module
+        if frame.f_code is code:
+            calls.append(id(frame.f_locals["self"]))
         frame = frame.f_back
     return calls
 

@@ -30,6 +30,12 @@ class ModuleHook(partial[Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
 
+    def close(self) -> None:
+        """Do nothing from now on, whatever the arguments."""
+        # The function stays held: it may be running, and nothing else need hold it.
+        hook: Any = self  # its type does not declare the method, by which partials are unpickled
+        hook.__setstate__((lambda *_: None, (), {}, {**vars(self), "closed": self.func}))
+
 
 def untraced(function: Function, compiled: Function | None = None) -> Function:
     """Wrap a function so that Dynamo does not trace it, which would lose its side effects.

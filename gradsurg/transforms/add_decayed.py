@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -20,8 +21,7 @@ class AddDecayed(Stateless):
     without one, such as autograd nodes, are refused.
 
     Any shape. A zero gradient becomes the penalty's, an empty tensor stays empty. A NaN or an
-    infinity in g stays. In w, with `l2` it makes its entry NaN or infinite; with `l1` the sign of
-    NaN is 0 and that of an infinity 1 or -1.
+    infinity in g stays, and in w too, except that with `l1` the sign of an infinity is ±1.
     """
 
     strength: Annotated[float, Field(ge=0)] = 1e-2
@@ -40,5 +40,5 @@ class AddDecayed(Stateless):
             case "l2":
                 slope = value
             case "l1":
-                slope = value.sign()
+                slope = torch.where(value.isnan(), value, value.sign())  # `sign` has 0 for NaN
         return (widened(grad) + self.strength * slope).to(grad.dtype)

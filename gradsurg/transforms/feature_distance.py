@@ -28,8 +28,8 @@ class FeatureDistance(Transform):
     smoothing that they add at the images.
 
     z0 is the state of a site: attach the surgery anew for other images. At a feature of zero T has
-    no derivative, and 0 is used, also where T(z) = T(z0). A NaN or an infinity of z gives NaN in
-    its example; a NaN or an infinity of the gradient stays. An empty tensor stays empty.
+    no derivative, and 0 is used, also where T(z) = T(z0). A NaN or an infinity of z or z0 gives NaN
+    in its example; a NaN or an infinity of the gradient stays. An empty tensor stays empty.
 
     Raises ValueError if z has another shape than z0.
     """

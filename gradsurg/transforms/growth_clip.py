@@ -20,10 +20,10 @@ class GrowthClip(Transform):
     `entry` or an einops pattern such as `o i kh kw -> o i`. The limiter of norm growth of Fira
     (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
 
-    The first gradient is not clipped, nor is a gradient after a result of zero. |r| is the state of
-    a site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A group with a
-    NaN is not clipped. An infinity becomes NaN. The rest of its group becomes zero, or also NaN
-    while |r| is 0. A NaN or an infinity does not change |r|.
+    The first gradient is not clipped, nor is a gradient after a result of zero; NaN and infinities
+    in them stay. In other gradients a NaN makes its group NaN; an infinity becomes NaN and the rest
+    of its group zero. Both keep |r|, the state of a site, in float32 or wider. Any shape; zero
+    stays zero, an empty tensor empty.
     """
 
     factor: Annotated[float, Field(ge=1)] = 1.01
@@ -41,8 +41,8 @@ class GrowthClip(Transform):
         self, grad: Tensor, state: TransformState, context: TransformContext
     ) -> tuple[Tensor, TransformState]:
         size, before = norm(grad, self.per), state["norm"]
-        divisor = torch.where(size > 0, size, 1.0)
-        bound = torch.where((before > 0) & (size > 0), self.factor * before, divisor)
+        divisor = torch.where((before > 0) & (size != 0), size, 1.0)
+        bound = torch.where(before > 0, self.factor * before, 1.0)
         result = widened(grad) * (bound / divisor).clamp(max=1.0)
-        after = torch.where(size.isfinite(), torch.minimum(size, bound), before)
-        return result.to(grad.dtype), {"norm": after}
+        smaller = torch.where(before > 0, torch.minimum(size, bound), size)
+        return result.to(grad.dtype), {"norm": torch.where(size.isfinite(), smaller, before)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import joint_norm
-from gradsurg.transforms.base import JointScaling
+from gradsurg.transforms.base import JointScaling, TransformProperty
 
 
 @validated
@@ -30,6 +30,9 @@ class RescaleGlobalNorm(JointScaling):
     eps: Annotated[float, Field(ge=0)] = 0.0
 
     tags = frozenset({"odd", "sign_preserving", "deterministic", "differentiable"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"idempotent": self.eps == 0}
 
     @property
     def acts_on_shards(self) -> bool:

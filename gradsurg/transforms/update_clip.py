@@ -27,8 +27,7 @@ class UpdateClip(Transform):
     (arXiv 1804.04235), section 5. AdamW's weight decay is part of u and is divided too.
 
     At `Updates` only. v is the state of a site, in float32 or wider. Any shape; zero stays zero, an
-    empty tensor empty. A NaN or an infinity of g stays in v. A NaN makes this and all later updates
-    of the tensor NaN, an infinity only this one.
+    empty tensor empty. A NaN or an infinity of g^2 makes this update NaN and leaves v as it was.
     """
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -58,4 +57,5 @@ class UpdateClip(Transform):
             return grad, after
         rms = (squared / moment.clamp(min=self.eps**2)).mean().sqrt()
         factor = (rms / self.max_rms).clamp(min=1.0)
+        after = {key: torch.where(rms.isfinite(), after[key], state[key]) for key in after}
         return (widened(grad) / factor).to(grad.dtype), after

@@ -14,6 +14,7 @@ engines      a step of eight tasks beside a plain step
 telemetry    measurements of gradient conflicts
 runner       the command beside a plain training loop
 report       the report of 200 runs of 1000 steps
+costs        all tables of docs/costs.md
 """
 
 import argparse
@@ -58,6 +59,7 @@ TABLES: dict[str, tuple[int, Callable[[argparse.Namespace], str]]] = {
     "report": (1, lambda args: report.table(args.sizes or [*report.SIZES])),
 }
 """The number of rounds by default, and the function that measures."""
+ELSEWHERE = ("kernel", "telemetry", "runner")  # not in docs/costs.md
 
 
 def main(words: list[str] | None = None) -> None:
@@ -66,17 +68,21 @@ def main(words: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", nargs="?", choices=TABLES, default="training", metavar="WHAT")
+    parser.add_argument(
+        "what", nargs="?", choices=[*TABLES, "costs"], default="training", metavar="WHAT"
+    )
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", nargs="+", default=[""], help="rows that begin so")
     parser.add_argument("--sizes", nargs="+", help="of multitask and report")
     args = parser.parse_args(words)
-    if args.what == "multitask" and (lacking := multitask.lacking()):
+    if args.what in ("multitask", "costs") and (lacking := multitask.lacking()):
         parser.exit(2, f"{lacking}\n")
-    rounds, table = TABLES[args.what]
-    args.rounds = args.rounds or rounds
-    print(table(args))
+    costs = [name for name in TABLES if name not in ELSEWHERE]
+    for what in costs if args.what == "costs" else [args.what]:
+        rounds, table = TABLES[what]
+        given = argparse.Namespace(**vars(args) | {"rounds": args.rounds or rounds})
+        print(table(given), flush=True)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,45 @@ def test_a_call_that_was_interrupted_does_not_hide_the_one_around_it() -> None:
     assert gradients == [20.0]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_nodes_after_a_call_that_was_interrupted_belong_to_the_one_around_it(error) -> None:
+    def interrupted(self: Made, x: Tensor) -> Tensor:
+        self.late(x)
+        raise error
+
+    def forward(self: Made, x: Tensor) -> Tensor:
+        with pytest.raises(error):
+            self.inner(x)
+        return functional.relu(self.late(functional.relu(x)))
+
+    model = Made(forward, inner=Made(interrupted, late=Double()), late=Double())
+    _, calls = passed(model, TEN, gs.Nodes("*"), point(2.0))
+    mul = "late#0/MulBackward[0]"
+    assert calls == {"root#0/ReluBackward[0]": 1, mul: 1, "root#0/ReluBackward[1]": 1}
+
+
+@pytest.mark.parametrize("outer", ["", "first"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_part_is_followed_after_a_forward_that_was_interrupted(outer: str, error) -> None:
+    def forward(self: Made, x: Tensor) -> Tensor:
+        if fails:
+            raise error
+        return x * 2
+
+    fails = True
+    model = nn.Sequential()
+    model.first, model.second = nn.Sequential(Made(forward)), nn.Sequential(Made(forward))
+    x = point()
+    with attached(model, TEN, gs.Nodes("*")) as live:
+        with pytest.raises(error):
+            model.get_submodule(outer)(x)
+        fails = False
+        model.second(x).backward()
+        model(x).backward()
+    assert grad_of(x) == [20.0 + 400.0]
+    assert calls_of(live) == {"second.0#0/MulBackward[0]": 2, "first.0#0/MulBackward[0]": 1}
+
+
 # What HOOKS.md calls the care that spans need
 
 

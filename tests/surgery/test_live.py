@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.sites.places import Selector
+from gradsurg.torch_internals import autograd
 from tests.nets import attached, backward, grad_of, num_hooks, small, train, trainee
 from tests.sites.points import Noted, Sums
 
@@ -317,3 +319,43 @@ def test_a_transform_that_closes_the_surgery_is_the_last_to_act(stage, rest, fai
         )
     if caught is not None:
         assert caught.value.__notes__ == ["while function acted at site 'w', step 0"]
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Outputs(),
+        gs.Inputs(),
+        gs.Nodes("*"),
+        gs.SavedTensors(),
+        gs.Activations(),
+        gs.Captured(),
+        gs.EveryModule(kind="full_backward"),
+    ],
+    ids=lambda at: type(at).__name__,
+)
+@pytest.mark.filterwarnings("ignore:scale.*:gradsurg.SurgeryWarning")  # it is closed too early
+@pytest.mark.parametrize("change", ["close", "add"])
+@pytest.mark.parametrize("side", ["output", "input"])
+def test_a_transform_may_change_the_surgery_in_a_forward(
+    at: Selector, change: str, side: Literal["output", "input"]
+) -> None:
+    def closing(x: Tensor) -> Tensor:
+        if change == "close":
+            live.close()
+        elif len(live.interventions) == 2:
+            live.add(gs.Intervention(gs.Scale(1.0), gs.Outputs()))
+        return 3 * x
+
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    model = nn.Sequential(nn.Sequential(layer))
+    first = gs.Intervention(closing, gs.Activations("0.0", side=side))
+    live = gs.Surgery(first, gs.Intervention(gs.Scale(1.0), at)).start(model)
+    x = torch.ones(1, requires_grad=True)
+    assert model(x).item() == 3
+    model(x).backward()
+    assert grad_of(layer.weight).item() == (1 if change == "close" else 3)
+    live.abort()
+    assert num_hooks(model) == 0
+    assert autograd.saved_tensor_hooks() is None

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradsurg.torch_internals import autograd
@@ -93,3 +93,12 @@ def test_gradients_from_the_engine_are_those_of_autograd_grad() -> None:
     assert used.grad is None
     with pytest.raises(RuntimeError, match="second time"):
         autograd.gradients_of(loss, [used], keep_graph=False)
+
+
+def test_the_calls_on_the_stack_are_listed_from_the_innermost() -> None:
+    inner, found = nn.Identity(), list[int]()
+    model = nn.Sequential(nn.Sequential(inner))
+    inner.register_forward_pre_hook(lambda *_: found.extend(autograd.calls_on_stack()))
+    model(1)
+    assert found == [id(inner), id(model[0]), id(model)]
+    assert autograd.calls_on_stack() == []

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.torch_internals import hook_tables, module_hooks
+from gradsurg.sites.calls import remove_hook
+from gradsurg.torch_internals import compiling, hook_tables, module_hooks
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks
 
 
@@ -21,6 +22,21 @@ def test_a_pre_hook_runs_before_those_that_it_is_to_precede() -> None:
     late.remove()
     module(1)
     assert ran == ["first", "between", "late", "first"]
+
+
+def test_a_hook_that_was_removed_in_a_call_does_nothing_in_it() -> None:
+    module, ran = nn.Identity(), []
+    own = compiling.untraced(lambda module, args, kwargs, output: ran.append("own"))
+
+    def first(*_: object) -> None:
+        remove_hook(handle)
+        ran.append("first")
+
+    module.register_forward_hook(first)
+    handle = module.register_forward_hook(own, with_kwargs=True)
+    module(1)
+    remove_hook(handle)  # there is none any more
+    assert (ran, len(module._forward_hooks)) == (["first"], 1)
 
 
 def test_hooks_of_gradsurg_are_its_own_and_can_be_removed() -> None:

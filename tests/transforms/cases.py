@@ -58,6 +58,7 @@ ROWS = (
     Row("agc", [0.0, 2.0], [0.0, 0.02], value=[2.0, 0.0]),
     Row("add_decayed", [1.0, 0.0, NAN], [1.03, -0.02, NAN], value=[3.0, -2.0, 1.0]),
     Row("add_decayed", [1.0, 0.0], [1.1, -0.1], {"strength": 0.1, "penalty": "l1"}, [3.0, -2.0]),
+    Row("add_decayed", [1.0, 1.0], [NAN, 1.01], {"penalty": "l1"}, [NAN, INF]),
     # Noise is compared within 10 standard deviations.
     # In the warm-up the bound is max_norm: |g| = 5.
     Row("adaptive_clip", [3.0, -4.0], [0.6, -0.8]),
@@ -253,6 +254,8 @@ ROWS = (
     Row("scale", [1.0, -2.0], [10.0, -20.0], {"factor": 10.0}),
     Row("scale_by_sign", [1.0, -2.0, 0.0, NAN, INF, -INF], [1.0, 0.0, 0.0, NAN, INF, 0.0]),
     Row("scale_by_sign", [1.0, -2.0], [2.0, -6.0], {"positive": 2.0, "negative": 3.0}),
+    # A factor of 0 removes all; a value of NaN has no sign.
+    Row("scale_by_sign", [NAN, INF, 1.0], [0.0, 0.0, 1.0], {"of": "value"}, [-1.0, -1.0, NAN]),
     # The value's signs are +, -, 0.
     Row(
         "scale_by_sign",

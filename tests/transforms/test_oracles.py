@@ -363,6 +363,34 @@ def test_a_norm_that_is_not_finite_leaves_the_threshold_as_it_was(rule: str) -> 
     assert state["count"] == 3
 
 
+def test_growth_clip_keeps_its_bound_over_a_nan_and_an_infinity() -> None:
+    transform = gs.GrowthClip(1.2, per="unit")
+    state = transform.init(torch.zeros(1, 2))
+    for grad, expected in (
+        ([INF, 1.0], [INF, 1.0]),  # not clipped: there is no result before it
+        ([NAN, 1.0], [NAN, 1.0]),
+        ([0.3, 0.4], [0.3, 0.4]),
+        ([NAN, 1.0], [NAN, NAN]),
+        ([INF, 1.0], [NAN, 0.0]),
+        ([3.0, 4.0], [0.36, 0.48]),
+    ):
+        result, state = transform.update(torch.tensor([grad]), state, TransformContext())
+        torch.testing.assert_close(result, torch.tensor([expected]), equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_update_clip_recovers_from_a_gradient_that_is_not_finite(bad: float) -> None:
+    transform, update = gs.UpdateClip(0.5), torch.tensor([1.0, -1.0])
+    state = spared = transform.init(update)
+    for grad in ([1.0, 1.0], [bad, 1.0], [3.0, 1.0]):
+        context = TransformContext(gradient=torch.tensor(grad))
+        result, state = transform.update(update, state, context)
+        assert result.isnan().all() == (bad in grad)
+        if bad not in grad:
+            expected, spared = transform.update(update, spared, context)
+            torch.testing.assert_close(result, expected)
+
+
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 2, 3)], ids=str)
 def test_orthogonalize_moves_each_singular_value_by_the_polynomial(shape: tuple[int, ...]) -> None:
     grad = random(*shape).double()

@@ -42,6 +42,7 @@ OTHERS = (
     gs.UpdateClip(0.5, max_rms=0.3),
     gs.FeatureDistance(2.0, power=0.5),
     gs.ClipGlobalNorm(0.5, p=INF),
+    gs.RescaleGlobalNorm(2.0, eps=0.1),
     gs.GrokfastEMA(0.5, -3.0),
     gs.DirectFeedback(3.0),
     gs.FeedbackWeights(3.0),
