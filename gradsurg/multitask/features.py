@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradsurg.multitask.graph import leaf_of, reachable, with_nodes_below
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.short import shortened
 from gradsurg.sites.selection import names_of
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import compiling
@@ -66,7 +67,7 @@ class GraphCut:
         return at_edges, {leaf: grad for leaf, grad in pairs if grad is not None}
 
 
-def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
+def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker", model: nn.Module) -> GraphCut:
     """Find the cut at the marked outputs of a module.
 
     Raises ValueError if the losses share a leaf above them, RuntimeError if they do not depend on
@@ -87,18 +88,18 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
         counts.update(above)
     if not edges:
         raise RuntimeError(
-            f"features: the losses {', '.join(losses)} do not depend on an output of "
-            f"'{marker.name}' that requires a gradient: was the model called in the block?"
+            f"features: call the model in the block: the losses {shortened(losses)} depend on no "
+            f"output of '{marker.name}' that requires a gradient"
         )
     if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
             "features: compile the trunk and the heads separately, or use engine='full': inside "
-            f"one compiled graph it cannot be seen where the losses {', '.join(losses)} separate"
+            f"one compiled graph it cannot be seen where the losses {shortened(losses)} separate"
         )
     entered_nodes = {edge.node for edge in edges.values()}
     next_edges = chain.from_iterable(node.next_functions for node in entered_nodes)
     beneath = with_nodes_below(node for node, _ in next_edges if node is not None)
-    _check_heads(heads, beneath, marker)
+    _check_heads(heads, beneath, marker, model)
     nested = not beneath.isdisjoint(entered_nodes)
     joined = any(count > 1 for count in counts.values())
     return GraphCut(list(edges.values()), heads, nested, joined)
@@ -121,25 +122,34 @@ def _above(root: GradientEdge, marker: "OutputMarker") -> tuple[list[Node], list
 
 
 def _check_heads(
-    heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node], marker: "OutputMarker"
+    heads: Mapping[str, Sequence[Tensor]],
+    beneath: Collection[Node],
+    marker: "OutputMarker",
+    model: nn.Module,
 ) -> None:
     """Raise ValueError if a leaf is in two heads, or in a head and below the cut."""
     owners: dict[int, str] = {}
     for name, leaves in heads.items():
         for leaf in leaves:
             other = owners.setdefault(id(leaf), name)
-            what = marker.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
             if other != name:
                 raise ValueError(
                     "features: name a later module, or use engine='full': the losses of "
-                    f"'{other}' and '{name}' both depend on {what} above '{marker.name}'. "
+                    f"'{other}' and '{name}' both depend on {_described(leaf, model)} above "
+                    f"'{marker.name}'. "
                     "Compute each loss from its own head"
                 )
             if get_gradient_edge(leaf).node in beneath:
                 raise ValueError(
                     "features: name an earlier module, or use engine='full': the loss of "
-                    f"'{name}' depends on {what} through '{marker.name}' and past it"
+                    f"'{name}' depends on {_described(leaf, model)} through '{marker.name}' and "
+                    "past it"
                 )
+
+
+def _described(leaf: Tensor, model: nn.Module) -> str:
+    names = (name for name, param in model.named_parameters() if param is leaf)
+    return next(names, f"a tensor of shape {list(leaf.shape)}")
 
 
 def check_dense(task_grads: Sequence[Sequence[Tensor | None]], name: str) -> None:
@@ -190,7 +200,7 @@ class OutputMarker:
     """
 
     def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
-        self.name, self.names = name, {id(each): key for key, each in model.named_parameters()}
+        self.name = name
         self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # outputs without a node
         self._mark = object()  # not self, which the graph would keep alive
         module = module_of(model, name)

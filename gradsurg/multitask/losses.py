@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import FieldError, SelectionError
 from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.short import in_short
 from gradsurg.triggers.base import Clock
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class BackwardCall:
                 if part.task not in names:
                     near = nearest(part.task, list(names))
                     text = f"there is no loss '{part.task}' in the first live.backward. {near}"
-                    raise SelectionError(part, "task", text, f"{each.label}: {part!r}")
+                    raise SelectionError(part, "task", text, f"{each.label}: {in_short(part)}")
 
     def check_stateless(self, num_tasks: int) -> None:
         """Raise FieldError if the state of a hook would mix the gradients of several tasks."""

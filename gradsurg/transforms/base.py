@@ -531,12 +531,6 @@ def example_labels(transform: Transform, context: TransformContext) -> Tensor:
     return context.labels
 
 
-SPARSE_RULE = (
-    "on the values of a sparse gradient act only transforms without state that are elementwise and "
-    "keep zero, with a trigger that does not look at the gradient"
-)
-
-
 def acts_on_values(transform: Transform) -> bool:
     """Whether acting on the values of a sparse gradient is acting on the dense one."""
     properties = transform.properties

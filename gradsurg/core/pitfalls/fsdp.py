@@ -35,9 +35,9 @@ class Sharded(Pitfall):
             "found {found} processes."
         ),
         Cell("FSDP2, accumulated", "Parameters", ValueError).refused(
-            "the parameters are sharded: {reason}. Use stage='step'."
+            "use stage='step' for sharded parameters: {reason}."
         ),
         Cell("FSDP2, aggregators", "SharedParameters", TypeError).refused(
-            "the parameters are sharded: {reason}. Avoid this, or use DistributedDataParallel."
+            "{advice}, or use DistributedDataParallel: with sharded parameters {reason}."
         ),
     )
