@@ -109,8 +109,8 @@ def result_error(hook: "SiteHook", index: int, grad: Tensor, result: object) -> 
     """The error for a result of another type, shape, dtype, device or layout."""
     link, step = hook.operation.links[index], hook.contexts[index].step
     return TypeError(
-        f"{link.label}: return a tensor like the gradient. At '{hook.entry.site}', step {step}, "
-        f"the gradient is {_described(grad)}, found {_described(result)}."
+        f"{link.label}: return a tensor like the gradient. At site '{hook.entry.site}', step "
+        f"{step}, the gradient is {_described(grad)}, found {_described(result)}."
     )
 
 

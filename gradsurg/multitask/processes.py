@@ -52,8 +52,8 @@ def mean_losses(
     total, squares, *sums = values.tolist()
     if int(total) ** 2 != count * int(squares):  # equal only for equal checksums
         raise RuntimeError(
-            "losses: give every process the same losses, found other tasks, or tasks that reach "
-            f"other parameters than {shortened(losses)} of this one. Or use "
+            "losses: give every process the same losses, found different tasks, or tasks that "
+            f"reach other parameters; in this process {shortened(losses)}. Or use "
             "SharedParameters(reduce='local'), unless the parameters are sharded"
         )
     return {name: total / count for name, total in zip(losses, sums, strict=False)}

@@ -35,11 +35,19 @@ def group_of(
     reads_rows = not isinstance(inner, GramianAggregator | LossWeighting | Entrywise | None)
     several = len(meshes) > 1 or next(iter(meshes)).ndim > 1
     for is_here, advice, reason in (
-        (not all(map(is_sharded, params)), "shard all parameters", "some are not"),
-        (several, "shard all over one mesh of one dimension", "there are several"),
-        (at.engine == "feature", "use engine='full'", "engine='feature' lacks whole ones"),
-        (at.reduce == "local", "use reduce='mean'", "no process has a gradient of its own"),
-        (reads_rows, "use another aggregator", f"{type(inner).__name__} lacks whole rows"),
+        (
+            not all(map(is_sharded, params)),
+            "shard all parameters",
+            "some parameters are sharded and others are not",
+        ),
+        (several, "shard all over one mesh of one dimension", "the parameters have several"),
+        (at.engine == "feature", "use engine='full'", "engine='feature' needs whole parameters"),
+        (
+            at.reduce == "local",
+            "use reduce='mean'",
+            "reduce='local' needs whole gradients",
+        ),
+        (reads_rows, "use another aggregator", f"{type(inner).__name__} reads whole rows"),
     ):
         if is_here:
             raise refusal(at, "FSDP2, aggregators", advice=advice, reason=reason)

@@ -444,7 +444,8 @@ class Leaf(Selector):
             use = "use Parameters(stage='step') or 'backward_end'"
             raise ValueError(f"{use}: {why} {kind} has one at a time")
         if stage not in self.stages:
-            text = f"must be {' or '.join(allowed)} at {kind}, found {stage!r}"
+            listed = ", ".join(allowed)
+            text = f"{kind} cannot have stage '{stage}'; stages it can have: {listed}"
             raise FieldError(self, [("stage", text)])
         raise ValueError(f"use stage={' or '.join(allowed)}: {why} '{stage}' has one at a time")
 

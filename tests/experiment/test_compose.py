@@ -323,8 +323,8 @@ def test_all_errors_of_a_composed_config_are_reported_at_once(line: str, keys: l
 def test_the_errors_of_all_jobs_of_a_sweep_are_reported_once_each() -> None:
     told = faults("-m transform=clip,clop,nose lr=-1,-2")
     assert sorted(text.partition("? There")[0] for text in told) == [
-        "lr: must be > 0.0, found -1",
-        "lr: must be > 0.0, found -2",
+        "lr: must be > 0, found -1",
+        "lr: must be > 0, found -2",
         "transform: did you mean 'clip'",
         "transform: did you mean 'noise'",
     ]
@@ -342,7 +342,7 @@ def test_a_users_yaml_is_found_in_a_folder_with_an_awkward_name(tmp_path: Path) 
     folder = config_dir(tmp_path, mine=MINE)
     assert faults("transform=[mine,noise] transform.mine.value=0.5", folder) == []
     assert faults("transform=mine transform.mine.value=-1", folder) == [
-        "transform.mine.value: must be > 0.0, found -1"
+        "transform.mine.value: must be > 0, such as 0.01, found -1"
     ]
 
 

@@ -38,6 +38,6 @@ class Sharded(Pitfall):
             "use stage='step' for sharded parameters: {reason}."
         ),
         Cell("FSDP2, aggregators", "SharedParameters", TypeError).refused(
-            "{advice}, or use DistributedDataParallel: with sharded parameters {reason}."
+            "{advice}, or use DistributedDataParallel in place of fully_shard: {reason}."
         ),
     )
