@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradsurg.core.pitfalls.autograd_grad import FunctionalGradients
 from gradsurg.core.pitfalls.sparse import SparseGradient
-from gradsurg.plugins.short import in_short
+from gradsurg.plugins.fields import in_short
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Transform, TransformState
 
@@ -99,9 +99,9 @@ def check_state_fits(hook: "SiteHook", index: int, grad: Tensor, state: Transfor
     if needed != found:
         name = next(name for name in {**needed, **found} if needed.get(name) != found.get(name))
         raise ValueError(
-            f"{link.label}: give batches of one size (DataLoader(drop_last=True)) or select "
-            f"parameters: at '{hook.entry.site}' the gradient is {list(grad.shape)} and needs a "
-            f"state '{name}' of {needed.get(name)}, found {found.get(name)}"
+            f"{link.label}: give batches of one size (DataLoader(drop_last=True)), attach anew or "
+            f"select parameters: at '{hook.entry.site}' the gradient is {list(grad.shape)} and "
+            f"needs a state '{name}' of {needed.get(name)}, found {found.get(name)}"
         )
 
 

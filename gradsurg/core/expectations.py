@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from gradsurg.core.operation import Operation
-from gradsurg.plugins.fields import SelectionError
-from gradsurg.plugins.short import in_short, shortened
+from gradsurg.plugins.fields import SelectionError, in_short
+from gradsurg.plugins.short import shortened
 from gradsurg.sites.call_graphs import after_backward, meets_more
 from gradsurg.sites.selection import TRACED
 from gradsurg.sites.selectors import near_in

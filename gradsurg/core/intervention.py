@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.core.pitfalls.loss_scale import LossScale
 from gradsurg.core.pitfalls.sparse import SparseGradient
-from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.fields import FieldError, in_short
 from gradsurg.plugins.messages import unknown
 from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
-from gradsurg.plugins.short import in_short, shortened
+from gradsurg.plugins.short import shortened
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.places import SCALED, Ask, Selector, Stage
 from gradsurg.sites.selection import names_of, params_by_name
@@ -451,7 +451,7 @@ LACKS: dict[Need, tuple[str, str]] = {
 def lack(place: str, need: Need) -> str:
     """Describe an input that a place does not provide, and name the sites that do."""
     what, sites = LACKS[need]
-    return f"needs {what}, which {place} does not provide; it can act at {sites}"
+    return f"use it at {sites}: it needs {what}, which {place} does not provide"
 
 
 def _group_link(intervention: Intervention) -> Transform:

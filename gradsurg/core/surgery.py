@@ -18,7 +18,7 @@ from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
 from gradsurg.core.pitfalls import refuse_at_once
 from gradsurg.effects.effects import Effects
-from gradsurg.plugins.short import in_short
+from gradsurg.plugins.fields import in_short
 from gradsurg.sites.places import AVERAGED
 from gradsurg.sites.selection import COMPILED, inner_model, one_scan
 from gradsurg.sites.wrapped_models import of_first_process
@@ -318,9 +318,7 @@ class Surgery:
             or not isinstance(flags, dict)
             or not isinstance(backwards, int)
         ):
-            raise ValueError(
-                "state: give surgery.state_dict(), whose step is a number, states a dict"
-            )
+            raise ValueError("state: must be a surgery.state_dict(), with its step and states")
         self._clock.step, self._clock.counted_epochs = step, epoch
         self._clock.backwards = backwards
         self._clock.flags.update(flags)

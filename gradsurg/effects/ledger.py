@@ -181,11 +181,10 @@ class Ledger:
         silent = [entry for entry in entries if not entry.all_calls and not entry.is_traced]
         if len(silent) < len(entries):
             silent = [entry for entry in silent if not entry.skipped or entry.is_other_name]
-        parts = []
-        for why in dict.fromkeys(entry.skipped for entry in silent):
-            sites = shortened(entry.site for entry in silent if entry.skipped == why)
-            parts.append(f"{sites} ({why})" if why else sites)
-        return "; ".join(parts)
+        sites: dict[str, list[str]] = {}
+        for entry in silent:
+            sites.setdefault(f" ({entry.skipped})" * bool(entry.skipped), []).append(entry.site)
+        return "; ".join(shortened(names) + why for why, names in sites.items())
 
     def table(self) -> str:
         """Format the entries, one line a site: gradients seen, gradients acted on, other names.

@@ -40,9 +40,9 @@ from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
-from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.fields import FieldError, in_short
 from gradsurg.plugins.registry import snake
-from gradsurg.plugins.short import in_short, shortened
+from gradsurg.plugins.short import shortened
 from gradsurg.sites.places import Selector
 from gradsurg.sites.tree_table import plural
 from gradsurg.torch_internals import random_state

@@ -437,7 +437,7 @@ class MultiTaskBackward:
                 "combines the gradients of one forward pass"
             )
         losses = call.losses
-        cut = find_cut(losses, marker, self.attachment.model)
+        cut = find_cut(losses, marker)
         check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
         if cut.joined:
             call.check_stateless(len(losses))

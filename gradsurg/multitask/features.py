@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class GraphCut:
         return at_edges, {leaf: grad for leaf, grad in pairs if grad is not None}
 
 
-def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker", model: nn.Module) -> GraphCut:
+def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
     """Find the cut at the marked outputs of a module.
 
     Raises ValueError if the losses share a leaf above them, RuntimeError if they do not depend on
@@ -99,7 +100,7 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker", model: nn.Mod
     entered_nodes = {edge.node for edge in edges.values()}
     next_edges = chain.from_iterable(node.next_functions for node in entered_nodes)
     beneath = with_nodes_below(node for node, _ in next_edges if node is not None)
-    _check_heads(heads, beneath, marker, model)
+    _check_heads(heads, beneath, marker)
     nested = not beneath.isdisjoint(entered_nodes)
     joined = any(count > 1 for count in counts.values())
     return GraphCut(list(edges.values()), heads, nested, joined)
@@ -122,10 +123,7 @@ def _above(root: GradientEdge, marker: "OutputMarker") -> tuple[list[Node], list
 
 
 def _check_heads(
-    heads: Mapping[str, Sequence[Tensor]],
-    beneath: Collection[Node],
-    marker: "OutputMarker",
-    model: nn.Module,
+    heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node], marker: "OutputMarker"
 ) -> None:
     """Raise ValueError if a leaf is in two heads, or in a head and below the cut."""
     owners: dict[int, str] = {}
@@ -135,21 +133,16 @@ def _check_heads(
             if other != name:
                 raise ValueError(
                     "features: name a later module, or use engine='full': the losses of "
-                    f"'{other}' and '{name}' both depend on {_described(leaf, model)} above "
+                    f"'{other}' and '{name}' both depend on {marker.name_of(leaf)} above "
                     f"'{marker.name}'. "
                     "Compute each loss from its own head"
                 )
             if get_gradient_edge(leaf).node in beneath:
                 raise ValueError(
                     "features: name an earlier module, or use engine='full': the loss of "
-                    f"'{name}' depends on {_described(leaf, model)} through '{marker.name}' and "
+                    f"'{name}' depends on {marker.name_of(leaf)} through '{marker.name}' and "
                     "past it"
                 )
-
-
-def _described(leaf: Tensor, model: nn.Module) -> str:
-    names = (name for name, param in model.named_parameters() if param is leaf)
-    return next(names, f"a tensor of shape {list(leaf.shape)}")
 
 
 def check_dense(task_grads: Sequence[Sequence[Tensor | None]], name: str) -> None:
@@ -200,11 +193,16 @@ class OutputMarker:
     """
 
     def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
-        self.name = name
+        self.name, self._model = name, proxy(model)
         self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # outputs without a node
         self._mark = object()  # not self, which the graph would keep alive
         module = module_of(model, name)
         stack.callback(module.register_forward_hook(self._hook()).remove)
+
+    def name_of(self, leaf: Tensor) -> str:
+        """Return the name of a parameter, or the shape of another tensor."""
+        names = (name for name, param in self._model.named_parameters() if param is leaf)
+        return next(names, f"a tensor of shape {list(leaf.shape)}")
 
     def __contains__(self, node: Node) -> bool:
         leaf = leaf_of(node)

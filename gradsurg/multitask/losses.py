@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradsurg.plugins.fields import FieldError, SelectionError
+from gradsurg.plugins.fields import FieldError, SelectionError, in_short
 from gradsurg.plugins.messages import nearest
-from gradsurg.plugins.short import in_short
 from gradsurg.triggers.base import Clock
 
 if TYPE_CHECKING:

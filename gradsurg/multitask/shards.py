@@ -33,20 +33,13 @@ def group_of(
         return None
     inner = aggregator.of if isinstance(aggregator, NormMatchedSum) else aggregator
     reads_rows = not isinstance(inner, GramianAggregator | LossWeighting | Entrywise | None)
+    is_mixed = not all(map(is_sharded, params))
     several = len(meshes) > 1 or next(iter(meshes)).ndim > 1
     for is_here, advice, reason in (
-        (
-            not all(map(is_sharded, params)),
-            "shard all parameters",
-            "some parameters are sharded and others are not",
-        ),
+        (is_mixed, "shard all parameters", "some parameters are not sharded"),
         (several, "shard all over one mesh of one dimension", "the parameters have several"),
         (at.engine == "feature", "use engine='full'", "engine='feature' needs whole parameters"),
-        (
-            at.reduce == "local",
-            "use reduce='mean'",
-            "reduce='local' needs whole gradients",
-        ),
+        (at.reduce == "local", "use reduce='mean'", "reduce='local' needs whole gradients"),
         (reads_rows, "use another aggregator", f"{type(inner).__name__} reads whole rows"),
     ):
         if is_here:

@@ -124,6 +124,19 @@ def only_changed_field(owner: Any) -> str:  # Any: an instance of any dataclass
     return changed[0] if len(changed) == 1 else ""
 
 
+def in_short(part: Any) -> str:  # Any: a transform, a selector, a trigger or an aggregator
+    """Return the repr of an object without the fields that have their defaults."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(in_short, part))})"
+    if not is_dataclass(part) or isinstance(part, type):
+        return getattr(part, "__qualname__", "") or repr(part)  # without a memory address
+    pairs = ((field, getattr(part, field.name)) for field in fields(part))
+    changed = [
+        f"{field.name}={in_short(value)}" for field, value in pairs if value != field.default
+    ]
+    return f"{type(part).__name__}({', '.join(changed)})"
+
+
 def call_with_fields(
     factory: object, args: tuple[object, ...], fields: Mapping[str, object]
 ) -> object:

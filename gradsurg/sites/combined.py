@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.plugins.short import in_short, shortened
+from gradsurg.plugins.fields import Contradiction, SelectionError, in_short, validated
+from gradsurg.plugins.short import shortened
 from gradsurg.sites.places import (
     ELSEWHERE,
     Kind,

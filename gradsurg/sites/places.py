@@ -22,9 +22,9 @@ from weakref import ref
 from torch import Tensor, distributed, nn
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.plugins.fields import FieldError, SelectionError, only_changed_field
+from gradsurg.plugins.fields import FieldError, SelectionError, in_short, only_changed_field
 from gradsurg.plugins.registry import find
-from gradsurg.plugins.short import in_short, shortened
+from gradsurg.plugins.short import shortened
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope

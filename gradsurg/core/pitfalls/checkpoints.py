@@ -40,7 +40,7 @@ class SecondCalls(Pitfall):
 
     cells = (
         Cell("checkpoint, not repeatable", "Activations EveryModule").refused(
-            "a checkpoint recomputes this tensor in the backward pass and must get the same "
+            "a checkpoint computes this tensor again in the backward pass and must get the same "
             "values, but {why}. Do not checkpoint this module."
         ),
         Cell("checkpoint, reentrant", "Uses").reported(

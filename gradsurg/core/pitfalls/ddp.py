@@ -26,7 +26,7 @@ class OneCommunicationHook(Pitfall):
 
     cells = (
         Cell("foreign communication hook", "Buckets").refused(
-            "the model has a communication hook, {hook}, and can have only one. "
+            "the model has the communication hook {hook} already, and can have only one. "
             "Use Parameters(stage='backward_end'), which acts on the averaged gradient."
         ),
         Cell("different averages", "Buckets", ValueError).refused(

@@ -35,7 +35,7 @@ class Sharded(Pitfall):
             "found {found} processes."
         ),
         Cell("FSDP2, accumulated", "Parameters", ValueError).refused(
-            "use stage='step' for sharded parameters: {reason}."
+            "the parameters are sharded: {reason}. Use stage='step'."
         ),
         Cell("FSDP2, aggregators", "SharedParameters", TypeError).refused(
             "{advice}, or use DistributedDataParallel in place of fully_shard: {reason}."

@@ -30,8 +30,8 @@ class FullBackwardHooks(Pitfall):
 
     cells = (
         Cell("legacy hooks", "ModuleGradients EveryModule", ValueError).refused(
-            "PyTorch allows no full hooks beside the module's hooks of the deprecated "
-            "register_backward_hook. Use Outputs or Inputs."
+            "it has hooks of the deprecated register_backward_hook, beside which PyTorch allows no "
+            "full hooks. Use Outputs or Inputs."
         ),
         Cell("nested tensors", "ModuleGradients EveryModule").refused(
             "a full backward hook sees tensors and tuples of tensors, and the tensors here are "

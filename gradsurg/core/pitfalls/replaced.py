@@ -52,7 +52,7 @@ class Replaced(Pitfall):
         ),
         Cell("modules or parameters are replaced", "*").warned(
             "{change} in the block and have no hooks of their own{also}: {names}. "
-            "Attach after the change, or call live.remove(label) and live.add(intervention)"
+            "Attach after the change, or use live.remove and live.add."
         ),
     )
 
