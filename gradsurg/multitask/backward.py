@@ -524,7 +524,7 @@ def _check_reached(losses: Iterable[str], jacobian: Jacobian, features: str) -> 
         raise ValueError(
             "losses: name in features= a module whose output the losses depend on: of "
             f"{shortened(names)} {'only ' * bool(present)}{', '.join(present) or 'none'} depends "
-            f"on that of '{features}'"
+            f"on the output of '{features}'"
         )
 
 

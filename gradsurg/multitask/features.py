@@ -89,8 +89,8 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
         counts.update(above)
     if not edges:
         raise RuntimeError(
-            f"features: call the model in the block: the losses {shortened(losses)} depend on no "
-            f"output of '{marker.name}' that requires a gradient"
+            f"features: call the model in the block: the losses {shortened(losses)} do not depend "
+            f"on an output of '{marker.name}' that requires a gradient"
         )
     if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
