@@ -103,9 +103,8 @@ class MultiTaskBackward:
             return
         if at.engine == "feature":
             raise RuntimeError(
-                f"{label}: use engine='full', or reduce='local' to aggregate in each process and "
-                "average the results: engine='feature' combines the gradients of single examples, "
-                "and each process has other examples"
+                f"{label}: use engine='full', or reduce='local', which averages the results: "
+                "engine='feature' combines gradients of single examples, which each process has"
             )
         self._group = wrapper.process_group
 
@@ -237,9 +236,8 @@ class MultiTaskBackward:
         without_step = self._num_updates >= MAX_WITHOUT_STEP and not self._has_stepped
         if self.aggregations and without_step and self.attachment.steps.optimizers:
             texts.append(
-                f"live.backward was called for {self._num_updates} steps, and the optimizer passed "
-                "to attach() never stepped, so triggers and random numbers stayed at step 0. Pass "
-                "the optimizer that you step."
+                "pass attach the optimizer that you step: the one that it has made no step in "
+                f"{self._num_updates} updates, so triggers and random numbers stayed at step 0"
             )
         if self._builder.pending:
             texts.append("the gradients of live.backward(..., aggregate=False) were never combined")

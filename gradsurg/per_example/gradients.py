@@ -263,9 +263,8 @@ class ExampleGradients:
         if wrong and bool(limit.isfinite()):
             raise ValueError(
                 "PerSample: the gradients of the single examples do not sum to the gradient of "
-                f"{shortened(wrong)}: another backward pass added to it, another hook changed it, "
-                "the parameter is also used outside the forward of its module, or the model mixes "
-                "the examples of a batch"
+                f"{shortened(wrong)}: another backward pass or hook changed it, the parameter is "
+                "also used outside its module's forward, or the model mixes the examples of a batch"
             )
 
     def check_first_example(self) -> None:
