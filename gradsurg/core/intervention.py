@@ -339,9 +339,8 @@ class Intervention:
         # Hooks stay registered while a transform is replaced: so must their places.
         if (new.stage, new.scope) != (self.stage, self.scope):
             raise ValueError(
-                f"use live.remove('{label}') and live.add(..): it is hooked at stage "
-                f"'{self.stage}' for a {self.scope}, and would act at '{new.stage}' for a "
-                f"{new.scope}"
+                f"use live.remove('{label}') and live.add(..): it is hooked at '{self.stage}' for "
+                f"a {self.scope}, and would act at '{new.stage}' for a {new.scope}"
             )
         return new
 

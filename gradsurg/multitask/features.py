@@ -132,16 +132,14 @@ def _check_heads(
             other = owners.setdefault(id(leaf), name)
             if other != name:
                 raise ValueError(
-                    "features: name a later module, or use engine='full': the losses of "
-                    f"'{other}' and '{name}' both depend on {marker.name_of(leaf)} above "
-                    f"'{marker.name}'. "
-                    "Compute each loss from its own head"
+                    "features: name a later module, use engine='full', or compute each loss from "
+                    f"its own head: those of '{other}' and '{name}' both depend on "
+                    f"{marker.name_of(leaf)} above '{marker.name}'"
                 )
             if get_gradient_edge(leaf).node in beneath:
                 raise ValueError(
-                    "features: name an earlier module, or use engine='full': the loss of "
-                    f"'{name}' depends on {marker.name_of(leaf)} through '{marker.name}' and "
-                    "past it"
+                    f"features: name an earlier module, or use engine='full': the loss of '{name}' "
+                    f"depends on {marker.name_of(leaf)} through '{marker.name}' and past it"
                 )
 
 

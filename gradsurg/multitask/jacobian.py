@@ -565,9 +565,8 @@ class JacobianBuilder:
         ]
         if nonzero and all(grad is None for grad in filtered):
             self._attachment.warn_once(
-                f"losses['{name}']: its gradient is zero, and a compiled graph does not show which "
-                "parameters it reaches: it is left out in such steps. Compute losses outside the "
-                "compiled part.",
+                f"losses['{name}']: compute it outside the compiled part: its gradient is zero, so "
+                "the step leaves it out, as a compiled graph does not show which parameters it has",
                 key=f"{name} is zero",
             )
         return filtered

@@ -514,9 +514,8 @@ def error_of(transform: Transform, context: TransformContext) -> Tensor:
     """
     if context.error is None:
         raise ValueError(
-            f"{type(transform).__name__} needs the gradient of the model's output, which is not "
-            f"known yet at the site '{context.site}': exclude the model's output itself, as with "
-            "site.pattern"
+            f"{type(transform).__name__}: exclude the model's output, for example by site.pattern: "
+            f"its gradient is needed, and not known yet at the site '{context.site}'"
         )
     return autograd.detached(context.error)
 

@@ -129,7 +129,7 @@ WRONG = (
     Wrong("lr=-1", "lr: must be > 0", "found -1"),
     Wrong(
         "seeds=[1,2]",
-        "seeds: must be the number of seeds, as seeds=2; for these seeds write -m seed=1,2, found",
+        "seeds: must be a number, such as seeds=2; for these seeds write -m seed=1,2, found",
     ),
     Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
     Wrong(

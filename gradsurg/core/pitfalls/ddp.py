@@ -33,8 +33,7 @@ class OneCommunicationHook(Pitfall):
             "give all Buckets of a model the same reduce, found {found} and {own}."
         ),
         Cell("attached in a backward pass", "Buckets").refused(
-            "inside a backward pass some gradients are averaged already. "
-            "Attach before the backward pass."
+            "inside a backward pass some gradients are averaged already. Attach before it."
         ),
         Cell("static_graph", "SharedParameters").refused(
             "DistributedDataParallel(static_graph=True) averages the gradients of single tasks "
