@@ -285,7 +285,7 @@ def test_stacked_losses_are_refused() -> None:
     with gs.Surgery(feature(Uneven())).attach(model) as live:
         losses = torch.stack(list(model(inputs()).values()))
         with pytest.raises(
-            ValueError, match="name a later module, .* Compute each loss from its own head"
+            ValueError, match="name a later module, .* compute each loss from its own head"
         ):
             live.backward(losses)
         live.backward(model(inputs()))
