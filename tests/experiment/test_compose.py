@@ -154,10 +154,13 @@ WRONG = (
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
-        "transform.clip_global_norm: use Parameters(stage='step') or Parameters(stage=",
-        "the transform needs several tensors at once, and Outputs has one at a time",
+        "transform.clip_global_norm: use Parameters(stage='step') or 'backward_end': ",
+        "it needs several tensors at once, and Outputs has one at a time",
     ),
-    Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
+    Wrong(
+        "transform=agc site=nodes",
+        "transform.agc: use it at Parameters, Outputs or Inputs: it needs the value",
+    ),
     Wrong(
         "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
         "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
