@@ -191,7 +191,7 @@ def test_the_command_of_the_app_runs(app: Path) -> None:
     environment = os.environ | {"HYDRA_FULL_ERROR": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "transform.clip.value: must be > 0.0, found -1" in done.stderr
+    assert "transform.clip.value: must be > 0, such as 0.01, found -1" in done.stderr
     done = subprocess.run([*command[:-1], "trainer.max_epochs=1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "net.0.weight" in done.stdout

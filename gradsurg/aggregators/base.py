@@ -137,8 +137,8 @@ class Aggregator(ABC):
         if "homogeneous" in self.properties:
             return ""
         return (
-            f"{self!r}: sees gradients times the loss scale, and this aggregator depends on "
-            "their size: 'homogeneous' is not one of its properties"
+            f"{self!r} depends on the size of the gradients, which the loss scale changes, as "
+            "'homogeneous' is not one of its properties"
         )
 
     def memories(self, tasks: Sequence[str]) -> Sequence[int]:

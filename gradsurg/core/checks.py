@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from gradsurg.core.pitfalls.autograd_grad import FunctionalGradients
+from gradsurg.core.pitfalls.sparse import SparseGradient
+from gradsurg.plugins.fields import in_short
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import SPARSE_RULE, Transform, TransformState
+from gradsurg.transforms.base import Transform, TransformState
 
 if TYPE_CHECKING:
     from gradsurg.core.site_hook import SiteHook
@@ -20,11 +23,11 @@ At these, every result of a user's transform is cloned, since the transform may 
 def check_dense(hook: "SiteHook", grad: Tensor) -> None:
     """Raise TypeError for a sparse or a complex gradient."""
     if grad.layout is not torch.strided or grad.is_complex():
-        rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
-        raise TypeError(
-            f"site '{hook.entry.site}': {hook.operation.intervention.operator!r} takes dense "
-            f"real gradients, found {grad.dtype} with layout {grad.layout}{rule}"
-        )
+        transform = hook.operation.intervention.operator
+        text = f"{transform!r} takes real gradients, found {grad.dtype}"
+        if not grad.is_complex():
+            text = SparseGradient.text("sparse gradient", transform=transform)
+        raise TypeError(f"site '{hook.entry.site}': {text}")
 
 
 def check_result(
@@ -74,9 +77,8 @@ def refuse_graph(hook: "SiteHook", index: int, grad: Tensor) -> None:
     if has_graph and hook.operation.stage != "forward" and not autograd.in_functorch():
         link = hook.operation.links[index]
         raise RuntimeError(
-            f"take the gradient without create_graph: {link.label}, {link.transform!r}, is not "
-            f"differentiable, so a penalty on the gradient at site '{hook.entry.site}' would "
-            "have a wrong derivative"
+            f"{link.label}: use no create_graph=True: {link.transform!r} is not differentiable, "
+            f"so a penalty on the gradient at '{hook.entry.site}' would have a wrong derivative"
         )
 
 
@@ -97,11 +99,9 @@ def check_state_fits(hook: "SiteHook", index: int, grad: Tensor, state: Transfor
     if needed != found:
         name = next(name for name in {**needed, **found} if needed.get(name) != found.get(name))
         raise ValueError(
-            f"{link.label}: keeps a state for each entry, and the gradient at site "
-            f"'{hook.entry.site}' is {list(grad.shape)} now, with which '{name}' of the state "
-            f"would be {needed.get(name)}, found {found.get(name)}. Give batches of one size "
-            "(DataLoader(drop_last=True)), attach the surgery anew, or select parameters, "
-            "whose shape stays."
+            f"{link.label}: give batches of one size (DataLoader(drop_last=True)), attach anew or "
+            f"select parameters: at '{hook.entry.site}' the gradient is {list(grad.shape)} and "
+            f"needs a state '{name}' of {needed.get(name)}, found {found.get(name)}"
         )
 
 
@@ -109,9 +109,8 @@ def result_error(hook: "SiteHook", index: int, grad: Tensor, result: object) -> 
     """The error for a result of another type, shape, dtype, device or layout."""
     link, step = hook.operation.links[index], hook.contexts[index].step
     return TypeError(
-        f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
-        f"'{hook.entry.site}', step {step}, the gradient is {_described(grad)}, found "
-        f"{_described(result)}."
+        f"{link.label}: return a tensor like the gradient. At site '{hook.entry.site}', step "
+        f"{step}, the gradient is {_described(grad)}, found {_described(result)}."
     )
 
 
@@ -135,7 +134,5 @@ def _described(value: object) -> str:
 
 def many_at_once(stateful: object, site: str) -> RuntimeError:
     """The error for a state inside vmap, which `is_grads_batched` uses too."""
-    return RuntimeError(
-        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
-        f"the site '{site}' has many gradients at once; differentiate for each of them"
-    )
+    text = FunctionalGradients.text("vmap", transform=in_short(stateful))
+    return RuntimeError(f"site '{site}': {text}")

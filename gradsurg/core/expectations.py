@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from gradsurg.core.operation import Operation
-from gradsurg.plugins.fields import SelectionError
+from gradsurg.plugins.fields import SelectionError, in_short
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.call_graphs import after_backward, meets_more
 from gradsurg.sites.selection import TRACED
 from gradsurg.sites.selectors import near_in
@@ -84,8 +85,7 @@ def _check_count(operation: Operation) -> None:
     operation.awaits_backward = False
     wanted, sites = operation.at.count, [*operation.placed]
     if wanted is not None and len(sites) != wanted:
-        listed = ", ".join(sites) or "none"
-        text = f"{wanted} sites were expected, found {len(sites)}: {listed}"
+        text = f"{wanted} sites were expected, found {len(sites)}: {shortened(sites) or 'none'}"
         raise SelectionError(operation.at, "count", text, operation.label)
 
 
@@ -142,7 +142,7 @@ def closing_notes(attachment: "Attachment", operation: Operation) -> list[str]:
     entries = attachment.ledger.of(operation.label)
     # Only if all sites have acted: the ledger warns of one without a gradient, which says more.
     if operation.placed and all(entry.all_calls or entry.skipped for entry in entries):
-        silent = ", ".join(map(repr, operation.at.unmatched(operation.memory)))
+        silent = shortened(map(in_short, operation.at.unmatched(operation.memory)))
         if silent:
-            operation.note(f"nothing was selected by {silent}, a part of it")
+            operation.note(f"nothing was selected by its part {silent}")
     return operation.notes

@@ -71,7 +71,7 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     provided: set[Need] = {"value"} if isinstance(place, Tensor) else set()
     if isinstance(wrapped, Transform) and (lacks := sorted(wrapped.needs - provided)):
         kind = "tensor" if isinstance(place, Tensor) else "node"
-        raise ValueError(f"{wrapped!r} {lack(f'gs.hook at a {kind}', lacks[0])}")
+        raise ValueError(f"{wrapped!r}: {lack(f'gs.hook at a {kind}', lacks[0])}")
     intervention = Intervention(wrapped)
     if intervention.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.messages import unknown
+from gradsurg.core.pitfalls.loss_scale import LossScale
+from gradsurg.core.pitfalls.sparse import SparseGradient
+from gradsurg.plugins.fields import FieldError, in_short
+from gradsurg.plugins.messages import shortened, unknown
 from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.parameters import Parameters
@@ -19,7 +21,6 @@ from gradsurg.sites.places import SCALED, Ask, Selector, Stage
 from gradsurg.sites.selection import names_of, params_by_name
 from gradsurg.transforms.base import (
     SKIPPED,
-    SPARSE_RULE,
     Function,
     Need,
     Scope,
@@ -57,9 +58,8 @@ class Facts(NamedTuple):
         """The next state or the one before, chosen by a trigger evaluated on the device."""
         if state.keys() != before.keys():
             raise TypeError(
-                f"{self.label}: {self.transform!r} has a state of {', '.join(state)}, and init() "
-                f"made {', '.join(before) or 'none'}: init() must make all of it, because the "
-                "trigger may keep the state of before"
+                f"{self.label}: make all of the state in init() of {self.transform!r}, because the "
+                f"trigger may keep it: found {shortened(before) or 'none'}, then {shortened(state)}"
             )
         return {name: torch.where(fires, new, before[name]) for name, new in state.items()}
 
@@ -111,10 +111,8 @@ class Intervention:
             transform = as_transform(self.transform)
             if not isinstance(transform, Transform):
                 kind = transform.__name__ if isinstance(transform, type) else ""
-                hint = f": did you mean {kind}()?" if kind else ""
-                raise TypeError(
-                    f"transform: must be a Transform or a callable, found {transform!r}{hint}"
-                )
+                found = f"the class: write {kind}()" if kind else repr(transform)
+                raise TypeError(f"transform: must be a Transform or a callable, found {found}")
             object.__setattr__(self, "transform", transform)
         links, parts = self.links or (self.transform,), self.when.parts
         plain = Transform.check_parameters  # which checks nothing: a link overrides it, or not
@@ -235,33 +233,27 @@ class Intervention:
         return early and "linear" not in self.operator.properties and self.acts_on_parameters
 
     def loss_scale_error(self) -> str:
-        """Why a loss scale changes the result; empty if it does not."""
+        """Why a loss scale changes the result, and what to do; empty if it does not."""
         if self.aggregator is not None:
-            return self.aggregator.loss_scale_error()
+            error = self.aggregator.loss_scale_error()
+            return error and f"{error}. Use a precision that needs no loss scale, such as bfloat16."
         if self.stage not in SCALED:
             return ""
         sized: Transform | Trigger | None = None
         # Homogeneous: f(c g) = c f(g), so that unscaling gives the result of the unscaled gradient.
         if "homogeneous" not in self.operator.properties:
-            sized = self.operator
+            sized = next(link for link in self.links if "homogeneous" not in link.properties)
         else:
             parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
             sized = next((p for p in parts if p.source == "grad" and not p.homogeneous), None)
         if sized is None:
             return ""
-        kind = "transform" if isinstance(sized, Transform) else "trigger"
-        return (
-            f"{sized!r}: stage '{self.stage}' sees gradients times the loss scale, and this "
-            f"{kind} depends on their size"
-        )
+        return LossScale.text("loss scale", transform=in_short(sized))
 
     def check_loss_scale(self, scaler: torch.amp.GradScaler | None) -> None:
         """Raise ValueError if the scaler is enabled and its loss scale changes the result."""
         if scaler is not None and scaler.is_enabled() and (error := self.loss_scale_error()):
-            advice = "Use Parameters(stage='step')"
-            if self.aggregator is not None:
-                advice = "Use a precision that needs no loss scale, as bfloat16"
-            raise ValueError(f"{error}. {advice}.")
+            raise ValueError(error)
 
     def check_sites(self, model: nn.Module) -> None:
         """Raise ValueError if it cannot act at its sites of the model.
@@ -315,9 +307,8 @@ class Intervention:
         params = params_by_name(model)
         for site in self.at.find(model):
             if site in params and uses[params[site]] and params[site].requires_grad:
-                raise ValueError(
-                    f"{dense!r}: the gradient of '{site}' is sparse, and {SPARSE_RULE}"
-                )
+                text = SparseGradient.text("sparse gradient", transform=in_short(dense))
+                raise ValueError(f"site '{site}': {text}")
 
     def changed(
         self,
@@ -334,7 +325,7 @@ class Intervention:
         if when is None and not changes:
             raise ValueError(f"'{label}': nothing to change was given, no field and no `when`")
         if changes and label not in labels:
-            raise LookupError(f"'{label}' has several links: {', '.join(labels)}")
+            raise LookupError(f"name one link of '{label}': {', '.join(labels)}")
         if when is not None and not isinstance(when, Trigger):
             raise TypeError(f"when: must be a trigger such as Steps(stop=100), found {when!r}")
         transform = self.operator
@@ -348,9 +339,8 @@ class Intervention:
         # Hooks stay registered while a transform is replaced: so must their places.
         if (new.stage, new.scope) != (self.stage, self.scope):
             raise ValueError(
-                f"'{label}' is hooked at stage '{self.stage}' for a {self.scope}, and "
-                f"would act at stage '{new.stage}' for a {new.scope}: remove it and add "
-                "another"
+                f"use live.remove('{label}') and live.add(..): it is hooked at '{self.stage}' for "
+                f"a {self.scope}, and would act at '{new.stage}' for a {new.scope}"
             )
         return new
 
@@ -363,20 +353,16 @@ class Intervention:
             self.at.check_aggregator(self.aggregator)
         elif self.at.for_aggregators:
             if isinstance(self.transform, type):
-                hint = f"{self.transform.__name__}()"
-                raise TypeError(
-                    f"transform: must be an aggregator, found a class. Did you mean {hint}?"
-                )
+                name = self.transform.__name__
+                raise TypeError(f"transform: must be an aggregator, found a class: write {name}()")
             raise ValueError(
-                "at: SharedParameters is for aggregators, such as subclasses of Weighting in "
-                f"gradsurg.aggregators.base, found {self.transform!r}; Parameters "
-                "with stage='backward' has the gradient of each task, stage='step' the combined "
-                "one"
+                "at: use Parameters, with stage='backward' for the gradient of each task, 'step' "
+                f"for the combined one; SharedParameters takes aggregators, not {self.transform!r}"
             )
 
     def _check_names(self, count: int) -> None:
         if self.names and len(self.names) != count:
-            raise ValueError(f"names: {count} links, found {len(self.names)} names")
+            raise ValueError(f"names: must be {count}, one for each link, found {len(self.names)}")
         wrong = [name for name in self.names if not name or "/" in name]
         if wrong:
             raise ValueError(f"names: must not be empty nor hold a '/', found {wrong[0]!r}")
@@ -392,24 +378,24 @@ class Intervention:
         if self.needs - provided:
             link = next(link for link in self.links if link.needs - provided)
             lacks = sorted(link.needs - provided)
-            raise FieldError(link, [("", lack(repr(self.at), lacks[0]))])
+            raise FieldError(link, [("", lack(in_short(self.at), lacks[0]))])
         for link in self.links:
             # A wrapper has the needs of the transform inside, but its state has no `SKIPPED`.
             if "skip" in link.needs and SKIPPED not in link.init(torch.zeros(1)):
-                text = "cannot skip steps from inside another transform; make it a link of a chain"
+                text = "use Chain(.., SkipUpdate()): a transform inside another cannot skip steps"
                 raise FieldError(link, [("", text)])
         for part in self.when.parts:
             source = part.source if isinstance(part, TensorTrigger) else ""
             if source == "value" and source not in self.at.provides:
                 text = (
-                    "source 'value' is the tensor whose gradient passes, and "
-                    f"{type(self.at).__name__} has none; it can look at 'grad' or the 'batch'"
+                    "use 'grad' or 'batch': 'value' is the tensor whose gradient passes, and "
+                    f"{type(self.at).__name__} has none"
                 )
                 raise FieldError(part, [("source", text)])
             if source in ("grad", "value") and self.scope == "group":
                 text = (
-                    f"looks at one gradient, and {type(_group_link(self)).__name__} acts on "
-                    "all of a group at once; it can look at the 'batch' or at a module"
+                    f"use 'batch' or a module: '{source}' is of one gradient, and "
+                    f"{type(_group_link(self)).__name__} acts on all of a group at once"
                 )
                 raise FieldError(part, [("source", text)])
 
@@ -421,8 +407,8 @@ def _check_examples(model: nn.Module, sites: Sequence[str]) -> None:
         refused = [site for site in own if site in sites]
         if refused and isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"PerSample: {', '.join(refused)}: {type(module).__name__} has no gradients of "
-                "single examples, as vmap has no rule for it; leave it out by the site's pattern"
+                f"PerSample: leave out {shortened(refused)}, by the site's pattern: vmap has no "
+                f"rule for {type(module).__name__}, so it has no gradients of single examples"
             )
 
 
@@ -464,7 +450,7 @@ LACKS: dict[Need, tuple[str, str]] = {
 def lack(place: str, need: Need) -> str:
     """Describe an input that a place does not provide, and name the sites that do."""
     what, sites = LACKS[need]
-    return f"needs {what}, which {place} does not provide; it can act at {sites}"
+    return f"use it at {sites}: it needs {what}, which {place} does not provide"
 
 
 def _group_link(intervention: Intervention) -> Transform:

@@ -13,6 +13,7 @@ from gradsurg.core.intervention import Facts
 from gradsurg.core.operation import Operation
 from gradsurg.core.site_hook import UNCHECKED, SiteHook, without_autocast, without_graph
 from gradsurg.effects.effects import Effects
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.places import Ask, ListedFn, Place, ReadTensor
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
@@ -352,7 +353,7 @@ class ListHook:
         if sites != first:
             raise RuntimeError(
                 f"{link.label}: {link.transform!r} keeps a state of its group, whose members must "
-                f"stay the same: at first {', '.join(first)}, now {', '.join(sites)}"
+                f"stay the same: at first {shortened(first)}, now {shortened(sites)}"
             )
 
 

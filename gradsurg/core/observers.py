@@ -132,8 +132,8 @@ def _check_newest(counter: "ref[_ForwardCounter]", forward: int, grad: Tensor) -
     held = counter()
     if held is not None and forward != held.newest:
         held.note(
-            "a backward went through several forwards of the model, or an earlier one, and "
-            f"{held.triggers} read the last of them alone; call backward after each forward"
+            "call backward after each forward of the model: one went through several, or an "
+            f"earlier one, and {held.triggers} read the last forward alone"
         )
 
 

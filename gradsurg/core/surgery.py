@@ -4,9 +4,9 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from html import escape
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
 from gradsurg.core.pitfalls import refuse_at_once
 from gradsurg.effects.effects import Effects
+from gradsurg.plugins.fields import in_short
 from gradsurg.sites.places import AVERAGED
 from gradsurg.sites.selection import COMPILED, inner_model, one_scan
 from gradsurg.sites.wrapped_models import of_first_process
@@ -36,12 +37,10 @@ class Surgery:
     def __init__(self, *interventions: Intervention, seed: int = 0) -> None:
         for item in interventions:
             if isinstance(item, list | tuple):
-                raise TypeError(
-                    f"Surgery takes Interventions, found a {type(item).__name__}: did you mean "
-                    "Surgery(*interventions)?"
-                )
+                found = f"found a {type(item).__name__} of them"
+                raise TypeError(f"write Surgery(*interventions): it takes Interventions, {found}")
             if not isinstance(item, Intervention):
-                raise TypeError(f"Surgery takes Interventions, found {item!r}")
+                raise TypeError(f"write gs.Intervention(transform, at), found {item!r}")
         # Aggregators combine the gradients that the transforms return, so they come last; the sort
         # is stable.
         self._interventions = tuple(
@@ -71,9 +70,9 @@ class Surgery:
         """Return a table with a row for each transform, for notebooks."""
         rows = [("transform", "site", "when", "stage")]
         for item in self.interventions:
-            links = [*map(_in_short, item.links or (item.transform,))]
+            links = [*map(in_short, item.links or (item.transform,))]
             stage = "" if item.aggregator is not None else item.stage
-            rows += [(link, _in_short(item.at), _in_short(item.when), stage) for link in links]
+            rows += [(link, in_short(item.at), in_short(item.when), stage) for link in links]
         lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>seed {self.seed}"
 
@@ -168,8 +167,8 @@ class Surgery:
         transforms = [item for item in self._interventions if item.aggregator is None]
         if optimizer is None and any(item.stage == "step" for item in transforms):
             raise ValueError(
-                "stage 'step' needs the optimizer: attach(model, optimizer); if it is made later, "
-                "start(model) and bind(optimizer)"
+                "optimizer: stage 'step' needs it: attach(model, optimizer). If it is made later, "
+                "use live = surgery.start(model) and live.bind(optimizer)"
             )
         live = self.start(
             model,
@@ -304,10 +303,11 @@ class Surgery:
         Switches that the state lacks stay as they are. Raises ValueError if transforms or selectors
         differ.
         """
-        if state.get("transforms") != self._signature():
-            raise ValueError(
-                f"this state is of {state.get('transforms')}, the surgery is {self._signature()}"
-            )
+        saved, own = state.get("transforms") or [], self._signature()
+        if saved != own:
+            pairs = zip_longest(cast(list[str], saved), own, fillvalue="no intervention")
+            first, here = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(f"state: it is of another surgery, with {first}; this one has {here}")
         step, states = state.get("step"), state.get("states")
         # Earlier versions saved none of these three.
         epoch, flags = state.get("epoch", 0), state.get("flags", {})
@@ -319,7 +319,7 @@ class Surgery:
             or not isinstance(flags, dict)
             or not isinstance(backwards, int)
         ):
-            raise ValueError("step must be a number and states a dict: is this a surgery's state?")
+            raise ValueError("state: must be a surgery.state_dict(), with its step and states")
         self._clock.step, self._clock.counted_epochs = step, epoch
         self._clock.backwards = backwards
         self._clock.flags.update(flags)
@@ -337,19 +337,6 @@ class Surgery:
         if self._live is live:
             self._interventions = live.interventions
             self._live = None
-
-
-def _in_short(part: Any) -> str:  # Any: a transform, a selector, a trigger or an aggregator
-    """Return the repr of an object without the fields that have their defaults."""
-    if isinstance(part, tuple):
-        return f"({', '.join(map(_in_short, part))})"
-    if not is_dataclass(part) or isinstance(part, type):
-        return repr(part)
-    pairs = ((field, getattr(part, field.name)) for field in fields(part))
-    changed = [
-        f"{field.name}={_in_short(value)}" for field, value in pairs if value != field.default
-    ]
-    return f"{type(part).__name__}({', '.join(changed)})"
 
 
 def _check_count(name: str, number: object, least: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from gradsurg.effects.tables import aligned
+from gradsurg.plugins.messages import shortened
 
 
 class SurgeryWarning(UserWarning):
@@ -162,6 +163,8 @@ class Ledger:
         """
         entries = self.of(intervention)
         if silent := self.silent(intervention):
+            if all(entry.skipped for entry in entries if not entry.all_calls):
+                reason = ""  # it is known at each site
             yield f"{intervention}: attached, but no gradient ever passed at: {silent}{reason}"
         calls = sum(entry.all_calls for entry in entries)
         if calls and not any(entry.all_fired for entry in entries):
@@ -179,8 +182,10 @@ class Ledger:
         silent = [entry for entry in entries if not entry.all_calls and not entry.is_traced]
         if len(silent) < len(entries):
             silent = [entry for entry in silent if not entry.skipped or entry.is_other_name]
-        reasons = ((entry.site, entry.skipped) for entry in silent)
-        return ", ".join(f"{site} ({why})" if why else site for site, why in reasons)
+        sites: dict[str, list[str]] = {}
+        for entry in silent:
+            sites.setdefault(f" ({entry.skipped})" * bool(entry.skipped), []).append(entry.site)
+        return "; ".join(shortened(names) + why for why, names in sites.items())
 
     def table(self) -> str:
         """Format the entries, one line a site: gradients seen, gradients acted on, other names.

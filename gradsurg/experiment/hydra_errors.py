@@ -157,6 +157,13 @@ def _missing_key(path: str, key: str, place: object) -> str:
     for name, value in inside.items():
         if isinstance(value, Mapping) and key in value and name != "hydra":
             return f"did you mean {above}{name}.{below}? {absent}"
+    if group in LISTS and depth == 1 == len(parts) - 1:
+        fields = [f"{name}.{each}" for name in keys for each in inside[name] if each != "_target_"]
+        near = similar(key, [field.partition(".")[2] for field in fields])
+        close = [field for field in fields if field.partition(".")[2] in near]
+        return unknown(f"there is no key '{key}'", key, fields, close)
+    if depth == 1 < len(parts) - 1 and key in files_of(group):
+        return f"did you mean {group}.{'.'.join(parts[2:])}? {absent}"
     for group in GROUPS if depth == 0 and len(parts) > 1 else ():
         if key in files_of(group):
             return f"did you mean {group}={key} {group}.{path}=..? {absent}"

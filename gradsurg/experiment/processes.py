@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.plugins.messages import full_message, tell
+from gradsurg.plugins.messages import full_message, shortened, tell
 from gradsurg.torch_internals import lookup
 
 Value = TypeVar("Value")
@@ -277,10 +277,9 @@ def check_ranks(model: nn.Module) -> None:
     differs = (largest != -smallest).tolist()
     differing = [name for name, is_other in zip(named, differs, strict=True) if is_other]
     if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise RuntimeError(
-            f"the processes have different weights: {', '.join(differing[:3])}{more}. Something "
-            "that differs between them has changed an averaged gradient or a weight"
+            f"the processes have different weights: {shortened(differing)}. Something that differs "
+            "between them has changed an averaged gradient or a weight"
         )
 
 

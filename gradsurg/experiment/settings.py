@@ -71,8 +71,7 @@ def _number_of_seeds(told: object) -> object:
     if isinstance(told, list | tuple):
         chosen = ",".join(map(str, told))
         raise ValueError(
-            f"must be the number of seeds, as seeds={len(told)}; for these seeds write "
-            f"-m seed={chosen}"
+            f"must be a number, such as seeds={len(told)}; for these seeds write -m seed={chosen}"
         )
     return told
 

@@ -31,8 +31,8 @@ from gradsurg.experiment.optimization import (
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.settings import VALIDATION
-from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.messages import full_message, one_line, place_in_user_code, unknown
+from gradsurg.plugins.fields import FieldError, in_short
+from gradsurg.plugins.messages import full_message, one_line, place_in_user_code, shortened, unknown
 from gradsurg.plugins.registry import is_own
 from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
@@ -239,7 +239,7 @@ class _Trial:
         """Return a sentence if no gradient has passed at any site, otherwise an empty string."""
         if any(entry.calls for entry in entries):
             return ""
-        sites = ", ".join(entry.site for entry in entries) or repr(self.experiment.selector)
+        sites = shortened(entry.site for entry in entries) or in_short(self.experiment.selector)
         reasons = ", ".join(dict.fromkeys(entry.skipped for entry in entries if entry.skipped))
         return f"no gradient passes at {sites}" + (f" ({reasons})" if reasons else "")
 

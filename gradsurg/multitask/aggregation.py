@@ -40,7 +40,8 @@ from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
-from gradsurg.plugins.fields import FieldError
+from gradsurg.plugins.fields import FieldError, in_short
+from gradsurg.plugins.messages import shortened
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.places import Selector
 from gradsurg.sites.tree_table import plural
@@ -68,7 +69,7 @@ def check_trigger(trigger: Trigger, label: str) -> None:
                 "use Steps, Epochs, Phase, Flag or Probability: this trigger reads one gradient, "
                 "and an aggregator has several"
             )
-            raise FieldError(part, [("", text)], f"{label}: {part!r}")
+            raise FieldError(part, [("", text)], f"{label}: {in_short(part)}")
 
 
 def check_disjoint(aggregations: Sequence["Aggregation"]) -> None:
@@ -76,7 +77,7 @@ def check_disjoint(aggregations: Sequence["Aggregation"]) -> None:
     for earlier, later in combinations(aggregations, 2):
         if both := sorted(later.groups.keys() & earlier.groups.keys()):
             raise ValueError(
-                f"{later.label}: '{earlier.label}' already acts on {', '.join(both)}, and a "
+                f"{later.label}: '{earlier.label}' already acts on {shortened(both)}, and a "
                 "parameter can have one aggregator only"
             )
 
@@ -164,7 +165,7 @@ class Aggregation:
             self._count_outcome("", "steps" if is_step else "tasks", NONFINITE)
         what = "the step was skipped" if is_step else "left out of the step"
         self.attachment.warn_once(
-            f"{self.label}: a NaN or infinity in the loss or the gradient of {', '.join(tasks)} at "
+            f"{self.label}: a NaN or infinity in the loss or the gradient of {shortened(tasks)} at "
             f"step {self.attachment.clock.step}: {what}",
             key=f"{self.label} nonfinite",
         )
@@ -181,7 +182,7 @@ class Aggregation:
         if weights is not None and self._weighted_tasks != tasks:
             raise ValueError(
                 "losses: give each live.backward of a step the same losses: the first one had "
-                f"{', '.join(self._weighted_tasks)}, found {', '.join(tasks)}"
+                f"{shortened(self._weighted_tasks)}, found {shortened(tasks)}"
             )
         with without_autocast(()):
             if not fires:
@@ -391,10 +392,10 @@ class Aggregation:
             for tensors in (state, initial)
         )
         if shapes != initial_shapes or (initial and known != tasks):
-            described = ", ".join(known) if known != tasks else "another number of tasks"
+            described = shortened(known) if known != tasks else "another number of tasks"
             raise ValueError(
                 f"{self.label}: give live.backward the same losses in the same order as before: "
-                f"the state at '{group}' was made for {described}, found {', '.join(tasks)}"
+                f"the state at '{group}' was made for {described}, found {shortened(tasks)}"
             )
         if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
             # These aggregators compute on the CPU, except with tensors of the size of gradients.
@@ -418,7 +419,7 @@ class Aggregation:
         nonfinite = [name for name, loss in losses.items() if not isfinite(loss)]
         if nonfinite and not self.attachment.is_scaled:
             self.attachment.warn_once(
-                f"{self.label}: the loss of {', '.join(nonfinite)} is not finite at step "
+                f"{self.label}: the loss of {shortened(nonfinite)} is not finite at step "
                 f"{self.attachment.clock.step}",
                 key=f"{self.label} not finite",
             )
@@ -431,9 +432,8 @@ class Aggregation:
         for (name, loss), share in zip(losses.items(), shares, strict=True):
             if loss == 0 and share > 0.99 and len(shares) > 1:
                 self.attachment.warn_once(
-                    f"{self.label}: the loss of {name} is 0 at step "
-                    f"{self.attachment.clock.step}, and so it has all the weight and the other "
-                    "tasks none",
+                    f"{self.label}: the loss of {name} is 0 at step {self.attachment.clock.step}, "
+                    "so that it has all the weight and the other tasks none",
                     key=f"{self.label}: {name} has all the weight",
                 )
 
@@ -449,7 +449,7 @@ class Aggregation:
             if not isfinite(square)
         ]
         self.attachment.warn_once(
-            f"{self.label}: the gradient of {', '.join(nonfinite) or 'the tasks together'} is not "
+            f"{self.label}: the gradient of {shortened(nonfinite) or 'the tasks together'} is not "
             f"finite at step {context.step}, and neither is the update",
             key=f"{self.label} not finite",
         )

@@ -34,6 +34,7 @@ from gradsurg.multitask.losses import (
 from gradsurg.multitask.processes import average_jacobian, mean_losses
 from gradsurg.multitask.shards import accumulate_parts, group_of
 from gradsurg.multitask.shared_parameters import REPRESENTATION, SharedParameters
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.wrapped_models import refuse_static_graph, when_wrapped
 from gradsurg.torch_internals import compiling
 from gradsurg.torch_internals.autograd import accumulate, is_sharded
@@ -102,9 +103,8 @@ class MultiTaskBackward:
             return
         if at.engine == "feature":
             raise RuntimeError(
-                f"{label}: use engine='full', or reduce='local' to aggregate in each process and "
-                "average the results: engine='feature' combines the gradients of single examples, "
-                "and each process has other examples"
+                f"{label}: use engine='full', or reduce='local', which averages the results: "
+                "engine='feature' combines gradients of single examples, which each process has"
             )
         self._group = wrapper.process_group
 
@@ -206,8 +206,8 @@ class MultiTaskBackward:
         labels = [*aggregators, *(each.label for each in waiting)]
         if labels and not self._tasks and not self._made_jacobian:
             self.attachment.warn_once(
-                f"{', '.join(labels)}: attached, and in the first steps live.backward(losses) was "
-                "not called: call it in place of sum(losses).backward()",
+                f"{shortened(labels)}: call live.backward(losses) in place of "
+                "sum(losses).backward(): it was not called in the first steps",
                 key=UNUSED,
             )
 
@@ -236,9 +236,8 @@ class MultiTaskBackward:
         without_step = self._num_updates >= MAX_WITHOUT_STEP and not self._has_stepped
         if self.aggregations and without_step and self.attachment.steps.optimizers:
             texts.append(
-                f"live.backward was called for {self._num_updates} steps, and the optimizer passed "
-                "to attach() never stepped, so triggers and random numbers stayed at step 0. Pass "
-                "the optimizer that you step."
+                "pass attach the optimizer that you step: the one that it has made no step in "
+                f"{self._num_updates} updates, so triggers and random numbers stayed at step 0"
             )
         if self._builder.pending:
             texts.append("the gradients of live.backward(..., aggregate=False) were never combined")
@@ -502,18 +501,16 @@ class MultiTaskBackward:
         heads = jacobian.params_of_single_tasks()
         if len(heads) > 1:
             self.attachment.warn_once(
-                f"{aggregation.label}: all tasks reach {', '.join(heads.values())}, whose gradient "
-                "is zero for all tasks but one, like heads whose outputs were concatenated or "
-                "whose losses were stacked: they count as shared. Give each loss as it was "
-                "computed from its own output."
+                f"{aggregation.label}: give each loss as it was computed from its own output, "
+                "not from concatenated outputs or stacked losses: all tasks reach "
+                f"{shortened(heads.values())}, which count as shared, with a gradient of one task"
             )
 
     def _warn_disjoint(self, aggregation: Aggregation, entries: int) -> None:
         """Warn that the gradients at the representation cannot conflict."""
         self.attachment.warn_once(
-            f"{aggregation.label}: at the shared representation, of {entries} entries, no entry "
-            "has a gradient of two tasks: the tasks cannot conflict there. Name a module below, "
-            "whose output they share (features=)."
+            f"{aggregation.label}: name in features= a module below, whose output the tasks share: "
+            f"here none of {entries} entries has gradients of two tasks, so no two can conflict"
         )
 
 
@@ -524,7 +521,7 @@ def _check_reached(losses: Iterable[str], jacobian: Jacobian, features: str) -> 
     if len(present) < min(2, len(names)):
         raise ValueError(
             "losses: name in features= a module whose output the losses depend on: of "
-            f"{', '.join(names)} {'only ' * bool(present)}{', '.join(present) or 'none'} depends "
+            f"{shortened(names)} {'only ' * bool(present)}{', '.join(present) or 'none'} depends "
             f"on the output of '{features}'"
         )
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.multitask.graph import leaf_of, reachable, with_nodes_below
 from gradsurg.plugins.fields import SelectionError
-from gradsurg.plugins.messages import unknown
+from gradsurg.plugins.messages import shortened, unknown
 from gradsurg.sites.selection import names_of
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import compiling
@@ -88,13 +89,13 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
         counts.update(above)
     if not edges:
         raise RuntimeError(
-            f"features: the losses {', '.join(losses)} do not depend on an output of "
-            f"'{marker.name}' that requires a gradient: was the model called in the block?"
+            f"features: call the model in the block: the losses {shortened(losses)} do not depend "
+            f"on an output of '{marker.name}' that requires a gradient"
         )
     if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
             "features: compile the trunk and the heads separately, or use engine='full': inside "
-            f"one compiled graph it cannot be seen where the losses {', '.join(losses)} separate"
+            f"one compiled graph it cannot be seen where the losses {shortened(losses)} separate"
         )
     entered_nodes = {edge.node for edge in edges.values()}
     next_edges = chain.from_iterable(node.next_functions for node in entered_nodes)
@@ -129,17 +130,16 @@ def _check_heads(
     for name, leaves in heads.items():
         for leaf in leaves:
             other = owners.setdefault(id(leaf), name)
-            what = marker.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}")
             if other != name:
                 raise ValueError(
-                    "features: name a later module, or use engine='full': the losses of "
-                    f"'{other}' and '{name}' both depend on {what} above '{marker.name}'. "
-                    "Compute each loss from its own head"
+                    "features: name a later module, use engine='full', or compute each loss from "
+                    f"its own head: those of '{other}' and '{name}' both depend on "
+                    f"{marker.name_of(leaf)} above '{marker.name}'"
                 )
             if get_gradient_edge(leaf).node in beneath:
                 raise ValueError(
-                    "features: name an earlier module, or use engine='full': the loss of "
-                    f"'{name}' depends on {what} through '{marker.name}' and past it"
+                    f"features: name an earlier module, or use engine='full': the loss of '{name}' "
+                    f"depends on {marker.name_of(leaf)} through '{marker.name}' and past it"
                 )
 
 
@@ -191,11 +191,16 @@ class OutputMarker:
     """
 
     def __init__(self, model: nn.Module, name: str, stack: ExitStack) -> None:
-        self.name, self.names = name, {id(each): key for key, each in model.named_parameters()}
+        self.name, self._model = name, proxy(model)
         self._leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()  # outputs without a node
         self._mark = object()  # not self, which the graph would keep alive
         module = module_of(model, name)
         stack.callback(module.register_forward_hook(self._hook()).remove)
+
+    def name_of(self, leaf: Tensor) -> str:
+        """Return the name of a parameter, or the shape of another tensor."""
+        names = (name for name, param in self._model.named_parameters() if param is leaf)
+        return next(names, f"a tensor of shape {list(leaf.shape)}")
 
     def __contains__(self, node: Node) -> bool:
         leaf = leaf_of(node)

@@ -17,6 +17,7 @@ from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
 from gradsurg.multitask.losses import BackwardCall, loss_values
 from gradsurg.multitask.shards import part_of, task_gradients
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.selectors import params_of
 from gradsurg.torch_internals.autograd import (
     foreach_add_,
@@ -320,13 +321,13 @@ class Jacobian:
 
     def nothing_shared(self, tasks: Iterable[str]) -> str:
         """Return the error text for tasks without a shared parameter."""
-        counts = ", ".join(
+        counts = shortened(
             f"{name} reaches {len(reached)}"
             for name, reached in zip(tasks, self.reached, strict=True)
         )
         return (
-            "losses: two losses must depend on the same parameter, which SharedParameters selects, "
-            f"so that there is something to combine; of all {len(self.params)} parameters {counts}"
+            "losses: two losses must depend on the same parameter that SharedParameters selects; "
+            f"of all {len(self.params)} parameters {counts}"
         )
 
 
@@ -440,7 +441,7 @@ class JacobianBuilder:
             return None
         if left_out := jacobian.finish(strict=False, with_own=self._with_memories(losses)):
             self._attachment.warn_once(
-                f"the gradients of {', '.join(left_out)} are not dense and real: the conflicts are "
+                f"the gradients of {shortened(left_out)} are not dense and real: the conflicts are "
                 "measured without them"
             )
         return jacobian, losses
@@ -565,9 +566,8 @@ class JacobianBuilder:
         ]
         if nonzero and all(grad is None for grad in filtered):
             self._attachment.warn_once(
-                f"losses['{name}']: its gradient is zero, and a compiled graph does not show which "
-                "parameters it reaches: it is left out in such steps. Compute losses outside the "
-                "compiled part.",
+                f"losses['{name}']: compute it outside the compiled part: its gradient is zero, so "
+                "the step leaves it out, as a compiled graph does not show which parameters it has",
                 key=f"{name} is zero",
             )
         return filtered

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradsurg.plugins.fields import FieldError, SelectionError
+from gradsurg.plugins.fields import FieldError, SelectionError, in_short
 from gradsurg.plugins.messages import unknown
 from gradsurg.triggers.base import Clock
 
@@ -80,7 +80,7 @@ class BackwardCall:
                 if part.task not in names:
                     fault = f"there is no loss '{part.task}' in the first live.backward"
                     text = unknown(fault, part.task, names)
-                    raise SelectionError(part, "task", text, f"{each.label}: {part!r}")
+                    raise SelectionError(part, "task", text, f"{each.label}: {in_short(part)}")
 
     def check_stateless(self, num_tasks: int) -> None:
         """Raise FieldError if the state of a hook would mix the gradients of several tasks."""

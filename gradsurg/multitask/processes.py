@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 from gradsurg.multitask.jacobian import Jacobian
+from gradsurg.plugins.messages import shortened
 
 MAX_LOSSES = 62
 """The losses are padded to a multiple of this number, so that differing tasks are noticed."""
@@ -53,7 +54,7 @@ def mean_losses(
     if int(total) ** 2 != count * int(squares):  # equal only for equal checksums
         raise RuntimeError(
             "losses: give every process the same losses, found different tasks, or tasks that "
-            f"reach different parameters; in this process {', '.join(losses)}. Or use "
+            f"reach other parameters; in this process {shortened(losses)}. Or use "
             "SharedParameters(reduce='local'), unless the parameters are sharded"
         )
     return {name: total / count for name, total in zip(losses, sums, strict=False)}

@@ -32,18 +32,18 @@ def group_of(
     if not meshes:
         return None
     inner = aggregator.of if isinstance(aggregator, NormMatchedSum) else aggregator
-    problems = {
-        "some parameters are sharded and others are not": not all(map(is_sharded, params)),
-        "the mesh has several dimensions, or is not the same for all": len(meshes) > 1
-        or next(iter(meshes)).ndim > 1,
-        "engine='feature' needs whole parameters": at.engine == "feature",
-        "no process has gradients of its own for reduce='local'": at.reduce == "local",
-        f"{type(inner).__name__} reads whole rows": inner is not None
-        and not isinstance(inner, GramianAggregator | LossWeighting | Entrywise),
-    }
-    for problem, is_here in problems.items():
+    reads_rows = not isinstance(inner, GramianAggregator | LossWeighting | Entrywise | None)
+    is_mixed = not all(map(is_sharded, params))
+    several = len(meshes) > 1 or next(iter(meshes)).ndim > 1
+    for is_here, advice, reason in (
+        (is_mixed, "shard all parameters", "some parameters are not sharded"),
+        (several, "shard all over one mesh of one dimension", "the parameters have several"),
+        (at.engine == "feature", "use engine='full'", "engine='feature' needs whole parameters"),
+        (at.reduce == "local", "use reduce='mean'", "reduce='local' needs whole gradients"),
+        (reads_rows, "use another aggregator", f"{type(inner).__name__} reads whole rows"),
+    ):
         if is_here:
-            raise refusal(at, "FSDP2, aggregators", reason=problem)
+            raise refusal(at, "FSDP2, aggregators", advice=advice, reason=reason)
     return next(iter(meshes)).get_group()
 
 

@@ -33,6 +33,7 @@ from gradsurg.per_example.layers import (
     rule_of,
 )
 from gradsurg.per_example.recorder import BackwardRecord, Recorder, UnitCall, tensors_in
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.selection import params_by_name
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import Transform, TransformContext, Wrapper
@@ -157,7 +158,7 @@ def plan_of(transform: Transform, model: nn.Module, sites: Sequence[str]) -> str
     factored = LinearRule | ConvolutionRule | EmbeddingRule
     layers = [path for path, layer in model.named_modules() if isinstance(rule_of(layer), factored)]
     rows = [site for site in sites if site.rpartition(".")[0] not in layers]
-    return f"{text} except those of one parameter at a time of {', '.join(rows)}" if rows else text
+    return f"{text} except those of one parameter at a time of {shortened(rows)}" if rows else text
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,9 +263,8 @@ class ExampleGradients:
         if wrong and bool(limit.isfinite()):
             raise ValueError(
                 "PerSample: the gradients of the single examples do not sum to the gradient of "
-                f"{', '.join(wrong)}: another backward pass added to it, another hook changed it, "
-                "the parameter is also used outside the forward of its module, or the model mixes "
-                "the examples of a batch"
+                f"{shortened(wrong)}: another backward pass or hook changed it, the parameter is "
+                "also used outside its module's forward, or the model mixes the examples of a batch"
             )
 
     def check_first_example(self) -> None:
@@ -539,7 +539,9 @@ def _rows_of_units(
         recurrent = next((part for part in unit.modules() if isinstance(part, nn.RNNBase)), None)
         if recurrent is not None:
             kind = type(recurrent).__name__
-            raise ValueError(f"PerSample: {', '.join(inner)}: {kind} has no rule for vmap")
+            raise ValueError(
+                f"PerSample: leave out {shortened(inner)}: vmap has no rule for {kind}"
+            )
         for call in record.units[unit]:
             for name, more in _call_rows(call, inner, record.count, where).items():
                 param = inner[name]

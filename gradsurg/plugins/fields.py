@@ -43,6 +43,7 @@ RULES = {
     "string_too_short": "must not be empty",
     "too_short": "must have at least {min_length} item",
     "too_long": "must have at most {max_length} items",
+    "callable_type": "must be a function",
     "tuple_type": "must be a list",
     "list_type": "must be a list",
     "sequence_str": "must be a list",
@@ -98,13 +99,13 @@ def validated(cls: Class) -> Class:
     checked: Any = dataclass(frozen=True, config=CONFIG)(cls)
     validate = checked.__init__
     ordered = sorted(fields(checked), key=lambda field: bool(field.kw_only))
-    names = [field.name for field in ordered]
+    defaults = {field.name: field.default for field in ordered}
     places = [field.name for field in ordered if not field.kw_only]
 
     @wraps(validate)
     def init(self: object, *args: object, **kwargs: object) -> None:
         if len(args) > len(places):
-            raise FieldError(cls.__name__, [("", _too_many(names, places))])
+            raise FieldError(cls.__name__, [("", _too_many([*defaults], places))])
         given = dict(zip(places, args, strict=False))
         faults = [(name, "is given twice") for name in given if name in kwargs]
         given |= kwargs
@@ -114,7 +115,7 @@ def validated(cls: Class) -> Class:
             except ValidationError as error:
                 unions = [field.name for field in ordered if _is_union(field.type)]
                 errors = _by_one_member(error.errors(), unions)
-                faults = [_fault(details, names) for details in errors]
+                faults = [_fault(details, defaults) for details in errors]
             else:
                 for name, value in given.items():
                     faults += _booleans_as_numbers(name, value, getattr(self, name, value))
@@ -145,6 +146,19 @@ def only_changed_field(owner: Any) -> str:  # Any: an instance of any dataclass
     own = fields(owner) if is_dataclass(owner) else ()
     changed = [field.name for field in own if getattr(owner, field.name) != field.default]
     return changed[0] if len(changed) == 1 else ""
+
+
+def in_short(part: Any) -> str:  # Any: a transform, a selector, a trigger or an aggregator
+    """Return the repr of an object without the fields that have their defaults."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(in_short, part))})"
+    if not is_dataclass(part) or isinstance(part, type):
+        return getattr(part, "__qualname__", "") or repr(part)  # without a memory address
+    pairs = ((field, getattr(part, field.name)) for field in fields(part))
+    changed = [
+        f"{field.name}={in_short(value)}" for field, value in pairs if value != field.default
+    ]
+    return f"{type(part).__name__}({', '.join(changed)})"
 
 
 def call_with_fields(
@@ -247,20 +261,25 @@ def _of_another_kind(errors: list[ErrorDetails]) -> bool:
 
 
 def _rule(details: ErrorDetails) -> str:
-    return RULES.get(details["type"], details["msg"]).format_map(details.get("ctx", {}))
+    context = details.get("ctx", {}).items()
+    shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in context}
+    return RULES.get(details["type"], details["msg"]).format_map(shown)
 
 
-def _fault(details: ErrorDetails, names: list[str]) -> tuple[str, str]:
+def _fault(details: ErrorDetails, defaults: Mapping[str, object]) -> tuple[str, str]:
     field = ".".join(str(part) for part in details["loc"])
     context = details.get("ctx", {})
     match details["type"]:
         case "missing":
             return field, "is required"
         case "unexpected_keyword_argument":
-            return field, unknown(f"there is no field '{field}'", field, names)
+            return field, unknown(f"there is no field '{field}'", field, [*defaults])
         case "value_error" if isinstance(context.get("error"), Contradiction):
             contradiction = context["error"]
             return contradiction.field, str(contradiction)
+        case "greater_than" if isinstance(defaults.get(field), int | float):
+            rule = f"{_rule(details)}, such as {defaults[field]}"
+            return field, f"{rule}, found {details['input']!r}"
         case "is_instance_of" if context.get("class") == "Sequence":
             return field, f"must be a list, found {details['input']!r}"
         case _:

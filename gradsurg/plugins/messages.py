@@ -4,7 +4,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from shutil import get_terminal_size
@@ -105,16 +105,26 @@ def _quoted(names: Sequence[str]) -> str:
 def _listed(choices: Sequence[str], close: Sequence[str], listed_by: str) -> str:
     """Return the sentence that lists the choices, or the command that does."""
     command = f"{typed_command('gradsurg.run')} {listed_by}"
-    shown = list(choices)
-    while len(", ".join(shown)) > NAMES_WIDTH and len(shown) > 1:
-        shown.pop()
-    left = len(choices) - len(shown)
+    listed, left = _shortened(choices)
     if close and (left or {*choices} <= {*close}):
         return f"All of them: {command}" if left and listed_by else ""
-    listed = ", ".join(shown) or "none"
-    if left:
-        listed += f", ... and {left} more" + f": {command}" * bool(listed_by)
-    return f"There are: {listed}{'' if left and listed_by else '.'}"
+    if left and listed_by:
+        return f"There are: {listed}: {command}"
+    return f"There are: {listed or 'none'}."
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Return the names, joined by commas, and the number of those that do not fit."""
+    return _shortened([*names])[0]
+
+
+def _shortened(names: Sequence[str]) -> tuple[str, int]:
+    """Return the names in short, and the number of those that are left out."""
+    shown = list(names)
+    while len(", ".join(shown)) > NAMES_WIDTH and len(shown) > 1:
+        shown.pop()
+    left = len(names) - len(shown)
+    return ", ".join(shown) + f", ... and {left} more" * bool(left), left
 
 
 def terminal_width(stream: TextIO) -> int | None:

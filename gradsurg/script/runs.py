@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
@@ -18,6 +18,7 @@ from typing import Any
 
 from gradsurg.effects.summary import AUTO, effects_by_path
 from gradsurg.experiment.controls import ArmKind
+from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.idle import note_fields
 from gradsurg.experiment.processes import Team, launched, tell_others
 from gradsurg.experiment.run_directory import (
@@ -129,7 +130,7 @@ class ScriptRun:
 @contextmanager
 def _script_on_path(command: Command) -> Iterator[tuple[Path, str]]:
     """Search for modules as the script does, in a block; yield its file and its module's name."""
-    call, before = command.call, [*sys.path]
+    call, before, spec = command.call, [*sys.path], None
     file = Path(call.name)
     folder = os.getcwd() if call.is_module else str(file.resolve().parent)
     sys.path.insert(0, folder)
@@ -137,10 +138,12 @@ def _script_on_path(command: Command) -> Iterator[tuple[Path, str]]:
         if not call.is_module:
             yield file, "__main__"
             return
-        spec = find_spec(call.name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = find_spec(f"{call.name}.__main__")
-        yield Path(spec.origin if spec and spec.origin else call.name), spec.name if spec else ""
+        with suppress(ModuleNotFoundError):  # of a package around it
+            if (spec := find_spec(call.name)) and spec.submodule_search_locations is not None:
+                spec = find_spec(f"{call.name}.__main__")
+        if spec is None or spec.origin is None or not spec.has_location:
+            raise ConfigError([f"-m {call.name}: there is no such module"])
+        yield Path(spec.origin), spec.name
     finally:
         sys.path[:] = before
 

@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
+from gradsurg.plugins.messages import shortened
 
 LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
 PACKAGE = str(Path(__file__).parents[1])
@@ -109,8 +110,8 @@ class Watcher:
             return ""
         if self.wanted and self.seen:
             none = f"model={self.wanted}: no trained model has this name or class"
-            return f"{none}; seen: {_listed(self.seen)}"
-        found = _listed(dict.fromkeys(self._kinds)) or "no optimizer"
+            return f"{none}; seen: {shortened(self.seen)}"
+        found = shortened(dict.fromkeys(self._kinds)) or "no optimizer"
         held = f"found {found}; {self.steps} steps"
         return (
             "the surgery was not attached: no module was called with gradients after an optimizer "
@@ -287,7 +288,7 @@ class Watcher:
         names = {self._text(one): self._names.get(one) or type(one).__name__ for one in models}
         choices = " or ".join(f"model={name}" for name in dict.fromkeys(names.values()))
         text = f"{len(names)} models" if len(names) > 1 else f"{len(models)} models of one class"
-        raise Refusal(f"model: {text} {what}, {_listed(names)}: write {choices}")
+        raise Refusal(f"model: {text} {what}, {shortened(names)}: write {choices}")
 
     def _chosen(self, root: nn.Module) -> nn.Module | None:
         """Return the root, or the module in it, that is wanted by its variable or class."""
@@ -464,10 +465,6 @@ def _params(optimizer: Optimizer) -> dict[int, Tensor]:
 
 def _kind(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

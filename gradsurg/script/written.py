@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gradsurg.plugins.messages import shortened
+
 MAX_FILES = 20_000  # in a folder with more, further ones are not looked at
 SKIPPED = {"__pycache__", "wandb", "node_modules", "lightning_logs"}
-MAX_NAMED = 3
 
 
 @dataclass
@@ -40,14 +41,13 @@ class WrittenFiles:
         several = sorted(path for path, runs in self._runs.items() if len(runs) > 1)
         if not several:
             return ""
-        named = [os.path.relpath(path) for path in several[:MAX_NAMED]]
-        more = f" and {len(several) - MAX_NAMED} more" if len(several) > MAX_NAMED else ""
         count = max(len(self._runs[path]) for path in several)
         hydra = any(".hydra" in Path(path).parts for path in several)
         example = "hydra.run.dir={out}/hydra" if hydra else "--save {out}/model.pt"
         return (
-            f"warning: {', '.join(named)}{more} in this folder: written by {count} runs, each over "
-            f"the one before; {{out}} in the script's words is a folder of the run: {example}"
+            f"warning: {shortened(map(os.path.relpath, several))} in this folder: written by "
+            f"{count} runs, each over the one before; {{out}} in the script's words is a folder of "
+            f"the run: {example}"
         )
 
 

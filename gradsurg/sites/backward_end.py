@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.grads import Access, actor
 from gradsurg.sites.places import Door, Place, PlacesHook
 from gradsurg.sites.step_hooks import Act
@@ -145,7 +146,7 @@ class _BackwardPasses:
         gone = [name for name in params if name in ended.reached and params[name].grad is None]
         if gone:
             hook.note(
-                f"{', '.join(gone)} had no .grad when the backward pass ended: an optimizer that "
+                f"{shortened(gone)} had no .grad when the backward pass ended: an optimizer that "
                 "steps inside the pass used it before the group was transformed"
             )
         acting = [

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gradsurg.plugins.fields import Contradiction, SelectionError, validated
+from gradsurg.plugins.fields import Contradiction, SelectionError, in_short, validated
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.places import (
     ELSEWHERE,
     Kind,
@@ -55,13 +56,12 @@ class Combined(Selector):
         for leaf in self.leaves:
             if leaf.stage is None and leaf.kind_at(None).name in staged:
                 name = type(leaf).__name__
-                raise Contradiction(
-                    "of", f"give each of these {name} a stage, or none of them; {leaf!r} has none"
-                )
+                text = f"give each of these {name} a stage, or none: {in_short(leaf)} has none"
+                raise Contradiction("of", text)
         kinds = [{leaf.kind_at(None) for leaf in part.leaves} for part in self.of]
         if self.by == "all" and not set.intersection(*kinds):
-            names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self.leaves))
-            raise Contradiction("of", f"use | in place of &: no site is in all of {names}")
+            parts = ", ".join(map(in_short, self.of))
+            raise Contradiction("of", f"use | in place of &: no site is in all of {parts}")
 
     def __repr__(self) -> str:
         # Without memory addresses: a saved surgery state is matched by the repr of its selectors.
@@ -136,10 +136,8 @@ class Combined(Selector):
             return
         for part in self.of:
             part.check(things, memory)  # a part that matches nothing says so itself
-        alone = "; ".join(
-            ", ".join(sorted(name for _, name in memory.near[part])) for part in self.of
-        )
-        text = f"nothing is selected by {self!r}. Its parts by themselves: {alone}"
+        alone = "; ".join(shortened(sorted(name for _, name in memory.near[p])) for p in self.of)
+        text = f"nothing is selected by {in_short(self)}. Its parts by themselves: {alone}"
         raise SelectionError(self, "by", text)
 
     def fits(self, place: Place, memory: Memory) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from gradsurg.plugins.messages import shortened
 from gradsurg.plugins.reductions import multiplied
 from gradsurg.sites.places import Door, Kind, ListedFn, Named, Place, PlacesHook, ReadTensor
 from gradsurg.sites.step_hooks import Act, StepActions
@@ -78,7 +79,7 @@ class Steps:
         holders, places = self.door.steps.holders(), self._places(found)
         pairs = [(place.name, cast(Any, place.thing)) for place in places]
         if several := [name for name, param in pairs if len(holders.get(param, ())) > 1]:
-            raise ValueError(f"give each parameter to one optimizer: two have {', '.join(several)}")
+            raise ValueError(f"give each parameter to one optimizer: two have {shortened(several)}")
         for hook in self.door.meet_all(places, self.door.steps.skip):
             params = params_at(hook)
             if hook.is_new and (missing := _missing(hook, holders)):
@@ -112,7 +113,7 @@ class Steps:
 def _missing(hook: PlacesHook, holders: Container[nn.Parameter]) -> str:
     """Return the names of the parameters of an intervention that no optimizer holds."""
     pairs = zip(hook.places, params_at(hook), strict=True)
-    return ", ".join(place.name for place, param in pairs if param not in holders)
+    return shortened(place.name for place, param in pairs if param not in holders)
 
 
 def _set_grad(param: Tensor, grad: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.plugins.messages import unknown
+from gradsurg.plugins.messages import shortened, unknown
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, follow
 from gradsurg.sites.calls import Shared, modules_of
 from gradsurg.sites.node_names import FAMILIES, PRODUCTS, edges_of, fits_node, plain, residual_edges
@@ -92,7 +92,7 @@ def watch_nodes(
 
     follow(door, followed, shared, take)
     text = "it did not act inside {}: {}".format
-    door.at_end(kind, lambda: text(", ".join(left_out), IN_COMPILED) if left_out else "")
+    door.at_end(kind, lambda: text(shortened(left_out), IN_COMPILED) if left_out else "")
 
 
 def _entering(door: Door, place: Place) -> Register:

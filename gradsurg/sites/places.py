@@ -22,7 +22,8 @@ from weakref import ref
 from torch import Tensor, distributed, nn
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.plugins.fields import FieldError, SelectionError, only_changed_field
+from gradsurg.plugins.fields import FieldError, SelectionError, in_short, only_changed_field
+from gradsurg.plugins.messages import shortened
 from gradsurg.plugins.registry import find
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.step_hooks import OptimizerSteps
@@ -335,8 +336,8 @@ class Selector(ABC):
         # Tensors of one call are listed apart only if the selector could tell them apart.
         items = any(leaf.picks_items for leaf in self.leaves)
         met = (place.site if items else place.whole for place in memory.rejected)
-        sites = ", ".join(dict.fromkeys(met))
-        text = f"nothing in the first forward is selected by {self!r}. There were: {sites}"
+        text = f"nothing in the first forward is selected by {in_short(self)}. There were: "
+        text += shortened(dict.fromkeys(met))
         return SelectionError(self, only_changed_field(self), text)
 
     def __or__(self, other: "Selector") -> "Selector":
@@ -438,15 +439,15 @@ class Leaf(Selector):
         stage = self.stage or next(iter(allowed), None)
         if stage is not None and stage in allowed:
             return stage
-        why = "the transform needs several tensors at once, and"
-        listed = ", ".join(allowed)
+        why = "it needs several tensors at once, and"
         if not allowed:
-            use = "use Parameters(stage='step') or Parameters(stage='backward_end')"
+            use = "use Parameters(stage='step') or 'backward_end'"
             raise ValueError(f"{use}: {why} {kind} has one at a time")
         if stage not in self.stages:
+            listed = ", ".join(allowed)
             text = f"{kind} cannot have stage '{stage}'; stages it can have: {listed}"
             raise FieldError(self, [("stage", text)])
-        raise ValueError(f"use stage {' or '.join(allowed)}: {why} '{stage}' has one at a time")
+        raise ValueError(f"use stage={' or '.join(allowed)}: {why} '{stage}' has one at a time")
 
     def search(self, things: Things, memory: Memory) -> Near:
         kind = self.kind_at(memory.stage)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import SelectionError, validated
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.places import Kind, Leaf, Memory, Named, Place, Stage, Things, call_id
 from gradsurg.sites.selection import (
     OUTSIDE,
@@ -186,8 +187,8 @@ def picks_call(call: int | None, place: Place) -> bool:
     """Return whether a place is in the picked call; None picks all calls."""
     if call is not None and place.call == OUTSIDE:
         raise RuntimeError(
-            f"'{place.name}' is called, but not the model that is attached, so that calls cannot "
-            "be numbered: leave out call=, or attach to the module that is called"
+            f"leave out call=, or attach to the module that you call: '{place.name}' is called "
+            "outside the attached model, so that its calls have no numbers"
         )
     return call in (None, place.call)
 
@@ -204,8 +205,8 @@ def fits_shape(thing: object, ndim: Range | None, size: Range | None) -> bool:
 def refuse_frozen(query: Leaf, pattern: str, found: Collection[Named]) -> None:
     """Raise the error for a selector that selects only frozen parameters."""
     if found and all(named.is_frozen for named in found):
-        names = ", ".join(named.names[0] for named in found)
-        text = f"call requires_grad_() on some, or change '{pattern}': all of it is frozen: {names}"
+        names = shortened(named.names[0] for named in found)
+        text = f"call requires_grad_() or change '{pattern}', which selects frozen ones: {names}"
         raise SelectionError(query, "pattern", text)
 
 
@@ -221,8 +222,8 @@ def _why_not_called(found: Sequence[Named], fitting: Sequence[Named]) -> str:
     holders = [named.names[0] for named in fitting if type(named.thing) is nn.Module]
     if holders and any(matches_type(named.owners[0], "GraphModule") for named in found):
         return (
-            "The model is a GraphModule, as torch.export makes it: its operations are nodes of one "
-            f"forward, and '{holders[0]}' only holds parameters. Use Nodes or Parameters."
+            f"Use Nodes or Parameters: in a GraphModule, which torch.export makes, '{holders[0]}' "
+            "only holds parameters and is not called."
         )
     if not fitting or not all(is_container(named.owners[0]) for named in fitting):
         return ""

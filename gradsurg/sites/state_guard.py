@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals.autograd import buffer_table, version_of
 from gradsurg.torch_internals.hook_tables import module_tables, process_tables, remove_own
@@ -34,8 +35,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
         raise ValueError(
-            "the first forward of a lazy module makes its parameters, which cannot be undone; "
-            f"call the model once before. Not made yet: {', '.join(lazy)}"
+            "call the model once before: the first forward of a lazy module makes its parameters, "
+            f"which cannot be undone. Not made yet: {shortened(lazy)}"
         )
     copies: dict[int, Tensor] = {}
     with ExitStack() as stack:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg.plugins.fields import SelectionError, validated
+from gradsurg.plugins.messages import shortened
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, Edge, follow
 from gradsurg.sites.calls import Shared, modules_of
 from gradsurg.sites.node_names import plain
@@ -196,14 +197,14 @@ class Uses(Leaf):
         for place in memory.rejected:
             if (place.kind, place.name) in memory.near[self]:
                 counts[place.site.partition("/")[0]] += place.occurrence != UNUSED
-        uses = ", ".join(f"{site}: {count}" for site, count in counts.items()) or "none"
+        uses = shortened(f"{count} of {site}" for site, count in counts.items()) or "none"
+        asked = "no use" if self.use is None else f"no use number {self.use}"
         given = (
             " Tensors that torch.func was not given are constants there." * autograd.in_functorch()
         )
         return SelectionError(
             self,
             "pattern" if self.use is None else "use",
-            f"no use is selected by '{self.pattern}' (use={self.use}). "
-            f"Uses inside the model's call: {uses}. One in the loss is not found."
-            f" Nor is one in compiled code.{given}",
+            f"'{self.pattern}' has {asked}. Uses in the model's call: {uses}. Those in the loss "
+            f"or in compiled code are not found.{given}",
         )

@@ -517,9 +517,8 @@ def error_of(transform: Transform, context: TransformContext) -> Tensor:
     """
     if context.error is None:
         raise ValueError(
-            f"{type(transform).__name__} needs the gradient of the model's output, which is not "
-            f"known yet at the site '{context.site}': exclude the model's output itself, as with "
-            "site.pattern"
+            f"{type(transform).__name__}: exclude the model's output, for example by site.pattern: "
+            f"its gradient is needed, and not known yet at the site '{context.site}'"
         )
     return autograd.detached(context.error)
 
@@ -532,12 +531,6 @@ def example_labels(transform: Transform, context: TransformContext) -> Tensor:
             f"'{context.site}': call live.set_example_labels(labels) before each backward pass"
         )
     return context.labels
-
-
-SPARSE_RULE = (
-    "on the values of a sparse gradient act only transforms without state that are elementwise and "
-    "keep zero, with a trigger that does not look at the gradient"
-)
 
 
 def acts_on_values(transform: Transform) -> bool:

@@ -46,8 +46,8 @@ class Chain(GroupTransform):
         for index, link in enumerate(flat):
             if index and "examples" in link.needs:
                 raise ValueError(
-                    f"Chain.links.{index}: {type(link).__name__} reads the gradients of single "
-                    "examples, which no other transform has changed: it must be the first link"
+                    f"Chain.links.{index}: {type(link).__name__} must be the first link: it reads "
+                    "the gradients of single examples, which other transforms do not change"
                 )
         object.__setattr__(self, "links", flat)
 

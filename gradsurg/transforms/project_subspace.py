@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.messages import shortened
 from gradsurg.plugins.reductions import widened
 from gradsurg.transforms.base import (
     GroupTransform,
@@ -143,7 +144,7 @@ class ProjectSubspace(GroupTransform):
             raise ValueError(
                 f"ProjectSubspace: '{name}' needs a basis of shape [{entries}, k] with "
                 f"vectors={self.vectors}, and {self.path} has {found}. It has those of: "
-                f"{', '.join(bases) or 'none'}"
+                f"{shortened(bases) or 'none'}"
             )
         return basis
 
@@ -153,7 +154,7 @@ class ProjectSubspace(GroupTransform):
         if absent and self.vectors == "group":
             raise ValueError(
                 f"ProjectSubspace: the vectors of {self.path} also have entries of "
-                f"{', '.join(absent)}, which are not in the group: select all of its parameters"
+                f"{shortened(absent)}, which are not in the group: select all of its parameters"
             )
 
 

@@ -86,7 +86,7 @@ class Route(Stateless):
             rule = "needs one label for each example (axis 0) or token (axes 0 and 1)"
             raise FieldError(self, [("", f"{rule}, found {found} and the shape {shape} {where}")])
         if self.axis % grad.ndim < labels.ndim:
-            rule = f"must be of units, behind those of labels {list(labels.shape)}"
+            rule = f"must be >= {labels.ndim}, after the axes of the labels {list(labels.shape)}"
             text = f"{rule}, found {self.axis} and the shape {shape} {where}"
             raise FieldError(self, [("axis", text)])
         units = grad.shape[self.axis]

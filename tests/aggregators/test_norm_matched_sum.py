@@ -77,8 +77,7 @@ def test_a_loss_scale_has_the_effect_that_it_has_on_the_aggregator() -> None:
     assert not gs.Intervention(control, at=gs.SharedParameters()).loss_scale_error()
     sized = NormMatchedSum(FunctionAggregator(lambda rows: rows.sum(0).sign(), ()))
     assert (
-        "depends on their size"
-        in gs.Intervention(sized, at=gs.SharedParameters()).loss_scale_error()
+        "depends on the size" in gs.Intervention(sized, at=gs.SharedParameters()).loss_scale_error()
     )
 
 

@@ -487,8 +487,8 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
         (lambda: P() & M(), "Combined.of Parameters Outputs"),
         (lambda: P() & N("Relu"), "Parameters Nodes"),
         (lambda: N("Relu") & N("Relu", side="leave"), "Nodes"),
-        (lambda: P(stage="accumulated") & P(stage="step"), "Parameters"),
-        (lambda: P("first.*", stage="backward") | P(), "Parameters pattern='*'"),
+        (lambda: P(stage="accumulated") & P(stage="step"), "Parameters(stage='accumulated')"),
+        (lambda: P("first.*", stage="backward") | P(), "Parameters()"),
         (lambda: P(stage="backward") | Thin(), "Thin stage"),
         (item(gs.Zero(), P(stage="accumulated") | P(stage="step")), "accumulated step"),
         (lambda: P().expect(2) | M(), "expect"),
@@ -542,7 +542,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
         (attach(N("Relu", call=3)), "call=3"),
         (attach(N("Relu", occurrence=3)), "occurrence=3"),
         (attach(N("Addmm", side="leave", edge=9)), "0 1 2"),
-        (attach(gs.Uses("act", use=3)), "Uses.use 'act' use=3 act#0"),
+        (attach(gs.Uses("act", use=3)), "Uses.use 'act' number 3 act#0"),
         (attach(gs.Uses("root")), "root#0"),
         (attach(N("Rleu"), model=beside_a_teacher), "'Rleu'"),
         (attach(M("blocks"), model=Blocks), "blocks 'blocks'"),
@@ -717,7 +717,7 @@ WARNED: Sequence[tuple[Call, str]] = [
     *((scaled(when, "step"), "") for when in OF_SIZE),
     *((attach(at, OWN, run=between(grow)), names) for names, kinds in CAME.items() for at in kinds),
     *(
-        (attach(at, OWN, thawed, run=between(thaw)), "parameters not last.weight, last.bias.")
+        (attach(at, OWN, thawed, run=between(thaw)), "parameters no last.weight, last.bias.")
         for at in (P(), P(stage="backward_end"))
     ),
     *((attach(at, OWN, thawed, run=between(thaw)), "") for at in (P("first.*"), gs.Uses("*"), M())),
@@ -730,12 +730,12 @@ WARNED: Sequence[tuple[Call, str]] = [
             lambda model: model.__setitem__(2, torch.compile(model.last, backend="eager")),
         )
     ),
-    (attach(N("Nope") | N("Relu")), f"zero {N('Nope')!r}"),
-    (attach(N("Relu") & ~N("Nope")), f"zero {N('Nope')!r}"),
-    (attach(P() & ~P("nope")), f"zero {P('nope')!r}"),
-    (attach(M() & ~(M("first") | M("head.*"))), f"zero {M('head.*')!r}"),
+    (attach(N("Nope") | N("Relu")), "zero Nodes(pattern='Nope')"),
+    (attach(N("Relu") & ~N("Nope")), "zero Nodes(pattern='Nope')"),
+    (attach(P() & ~P("nope")), "zero Parameters(pattern='nope')"),
+    (attach(M() & ~(M("first") | M("head.*"))), "zero Outputs(pattern='head.*')"),
     (attach(P("first.*") & ~P("last.*")), ""),
-    (attach(N("Relu") | N("Sigmoid") | N("Addmm")), f"zero {N('Sigmoid')!r}"),
+    (attach(N("Relu") | N("Sigmoid") | N("Addmm")), "zero Nodes(pattern='Sigmoid')"),
     (attach(N("Relu") | N("Addmm")), ""),
     (attach(N("Relu") & ~N("Addmm")), ""),
     (attach((N("Addmm") | N("Relu")).first(1)), ""),

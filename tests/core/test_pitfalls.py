@@ -318,11 +318,11 @@ HEAD = gs.Parameters("first.*", stage="backward")
         (HEAD, _thaw, ""),
         (OUTPUTS, lambda model: setattr(model, "last", nn.Linear(5, 3)), "modules .*: last\\."),
         (OUTPUTS, lambda model: setattr(model, "other", nn.Linear(5, 3)), ""),
-        (gs.Nodes("Relu"), lambda model: model.append(nn.ReLU()), "around them: 3\\."),
+        (gs.Nodes("Relu"), lambda model: model.append(nn.ReLU()), "hooks of their own: 3\\."),
         (
             PARAMETERS,
             _shard,
-            "unfrozen in .* hooked, for example after fully_shard: first.weight, ",
+            "unfrozen in .* own, for example after fully_shard: first.weight, ",
         ),
     ],
 )
@@ -348,7 +348,7 @@ STEPS = gs.Intervention(gs.Clip(1.0), when=gs.Steps(stop=2))
 @pytest.mark.parametrize(
     ("item", "steps", "epochs", "told"),
     [
-        (STEPS, 0, 0, "Steps: no optimizer step was counted since this block began, at step 5,"),
+        (STEPS, 0, 0, "Steps: no optimizer step was counted since this block began, at step 5."),
         (STEPS, 1, 0, ""),
         (EPOCHS, 0, 0, "Epochs: no epoch was counted."),
         (EPOCHS, 0, 1, ""),
@@ -383,7 +383,12 @@ def test_a_grad_scaler_that_attach_was_not_told_of_is_noticed_in_the_first_step(
     scaler.step(optimizer)
     assert surgery.scaler is scaler
     assert pitfall.done == {"step_ended"}  # the call stack is searched in the first step alone
-    assert told[0].startswith("f: attach did not get the GradScaler") != is_given
+    assert (
+        told[0].startswith(
+            "f: attach was not given the GradScaler: attach(.., scaler=scaler). Clip("
+        )
+        != is_given
+    )
 
 
 def _steps(surgery: Surgery, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -432,7 +437,7 @@ def test_steps_that_are_not_counted_are_seen_by_the_parameters() -> None:
     keys = [*surgery.told]
     assert keys[:2] == ["no step", "f silent"]
     assert surgery.told["no step"].startswith("no step of SGD was counted, though the weights")
-    assert keys[2].startswith("Steps: no optimizer step was counted, so the step stays the same.")
+    assert keys[2].startswith("Steps: no optimizer step was counted. Use attach(model, optimizer)")
     assert not any(param._post_accumulate_grad_hooks for param in surgery.model.parameters())
     surgery.steps.close()
 

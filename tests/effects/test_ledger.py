@@ -14,7 +14,7 @@ def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> 
     assert [*ledger.warnings("clip"), *ledger.warnings("zero")] == [
         # the table shows b: others of its intervention acted
         "clip: attached, but no gradient ever passed at: a",
-        "zero: attached, but no gradient ever passed at: a, b (frozen)",
+        "zero: attached, but no gradient ever passed at: a; b (frozen)",
     ]
     assert "b  (frozen)" in ledger.table()
 

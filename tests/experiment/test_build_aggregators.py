@@ -160,7 +160,7 @@ def test_an_aggregator_that_is_not_homogeneous_is_refused_with_a_loss_scale(
     with pytest.raises(ConfigError) as found:
         built("aggregator=trimmed_mean", *SEVERAL, "precision=float16")
     assert found.value.faults[1:] == [
-        "aggregator: TrimmedMean(beta=0.1): sees gradients times the loss scale, and this "
-        "aggregator depends on their size: 'homogeneous' is not one of its properties. Use a "
-        "precision that needs no loss scale, as bfloat16."
+        "aggregator: TrimmedMean(beta=0.1) depends on the size of the gradients, which the loss "
+        "scale changes, as 'homogeneous' is not one of its properties. Use a precision that needs "
+        "no loss scale, such as bfloat16."
     ]

@@ -129,7 +129,7 @@ WRONG = (
     Wrong("lr=-1", "lr: must be > 0", "found -1"),
     Wrong(
         "seeds=[1,2]",
-        "seeds: must be the number of seeds, as seeds=2; for these seeds write -m seed=1,2, found",
+        "seeds: must be a number, such as seeds=2; for these seeds write -m seed=1,2, found",
     ),
     Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
     Wrong(
@@ -154,10 +154,13 @@ WRONG = (
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
-        "transform.clip_global_norm: use Parameters(stage='step') or Parameters(stage=",
-        "the transform needs several tensors at once, and Outputs has one at a time",
+        "transform.clip_global_norm: use Parameters(stage='step') or 'backward_end': ",
+        "it needs several tensors at once, and Outputs has one at a time",
     ),
-    Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
+    Wrong(
+        "transform=agc site=nodes",
+        "transform.agc: use it at Parameters, Outputs or Inputs: it needs the value",
+    ),
     Wrong(
         "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
         "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
@@ -323,8 +326,8 @@ def test_all_errors_of_a_composed_config_are_reported_at_once(line: str, keys: l
 def test_the_errors_of_all_jobs_of_a_sweep_are_reported_once_each() -> None:
     told = faults("-m transform=clip,clop,nose lr=-1,-2")
     assert sorted(text.partition("? There")[0] for text in told) == [
-        "lr: must be > 0.0, found -1",
-        "lr: must be > 0.0, found -2",
+        "lr: must be > 0, found -1",
+        "lr: must be > 0, found -2",
         "transform: did you mean 'clip'",
         "transform: did you mean 'noise'",
     ]
@@ -342,7 +345,7 @@ def test_a_users_yaml_is_found_in_a_folder_with_an_awkward_name(tmp_path: Path) 
     folder = config_dir(tmp_path, mine=MINE)
     assert faults("transform=[mine,noise] transform.mine.value=0.5", folder) == []
     assert faults("transform=mine transform.mine.value=-1", folder) == [
-        "transform.mine.value: must be > 0.0, found -1"
+        "transform.mine.value: must be > 0, such as 0.01, found -1"
     ]
 
 

@@ -243,7 +243,7 @@ def test_all_faults_are_told_by_their_keys_in_one_error() -> None:
         "wehn: did you mean 'when'? A surgery has no key 'wehn'.",
         "transform.clip.vlaue: did you mean 'value'? There is no field 'vlaue'.",
         "transform.clip.b: there is no field 'b'. There are: value.",
-        "transform.nm.of.value: must be > 0.0, found -1",
+        "transform.nm.of.value: must be > 0, such as 0.01, found -1",
         "transform.c.links.1: did you mean 'gradsurg.Scale'? There is no 'gradsurg.Scael'.",
         "transform.d.links.0.factor: must be a number, found None",
         "site.patern: did you mean 'pattern'? There is no field 'patern'. There are: pattern, ",
@@ -299,7 +299,7 @@ def test_all_faults_are_told_by_their_keys_in_one_error() -> None:
         ),
         (
             "interventions: {a: {transform: {_target_: gradsurg.Clip, value: -1}}}",
-            "interventions.a.transform.value: must be > 0.0, found -1",
+            "interventions.a.transform.value: must be > 0, such as 0.01, found -1",
         ),
         (
             "transform: {c: {_target_: gradsurg.Clip, value: true}}",

@@ -61,7 +61,7 @@ def test_several_keys_are_a_product() -> None:
             "optimizer.lrr: did you mean 'lr'? There is no key 'lrr'. There are: lr, ",
         ),
         ("seeds=[1,2]", "seeds cannot be tuned; needs a field of a group"),
-        ("lr=[-1,1]", "lr=-1: lr: must be > 0.0, found -1"),
+        ("lr=[-1,1]", "lr=-1: lr: must be > 0, found -1"),
         ("transform.clip.value=[1,-2]", "transform.clip.value=-2: transform.clip.value: must be"),
         ("lr=[0.1,1] metric=train/loss", "needs metric=test/.., found metric=train/loss"),
         ("lr=[0.1,1] metric=test/f1", "the task has no metric=test/f1, it has test/loss, "),

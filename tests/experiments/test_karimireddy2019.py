@@ -135,11 +135,11 @@ def test_a_forward_puts_a_point_back_to_the_nearest_place_in_its_box(reach: floa
     [
         (lambda: RareSlope(num_quarter=0), [("num_quarter", "must be >= 1, found 0")]),
         (lambda: Wilson(num_examples=3), [("num_examples", "must be >= 4, found 3")]),
-        (lambda: AbsoluteToy(epsilon=1.0), [("epsilon", "must be < 1.0, found 1.0")]),
-        (lambda: AbsoluteToy(epsilon=0.0), [("epsilon", "must be > 0.0, found 0.0")]),
+        (lambda: AbsoluteToy(epsilon=1.0), [("epsilon", "must be < 1, found 1.0")]),
+        (lambda: AbsoluteToy(epsilon=0.0), [("epsilon", "must be > 0, such as 0.5, found 0.0")]),
         (
             lambda: BoxedPoint((1,), 1, start=(0.0,), reach=0.0),
-            [("reach", "must be > 0.0, found 0.0")],
+            [("reach", "must be > 0, such as 1.0, found 0.0")],
         ),
         (
             lambda: BoxedPoint((1,), 2, start=(0.0,)),

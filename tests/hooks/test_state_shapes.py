@@ -35,7 +35,7 @@ def test_a_batch_of_another_size_is_refused_with_the_site_and_both_shapes(
 ) -> None:
     """(1, 4) would be broadcast without a word."""
     train(transform, *batches[:-1])
-    message = rf"site '1#0' is \[{batches[-1]}, 2\] now.*found \[.*{batches[0]}, 2\].*drop_last"
+    message = rf"drop_last.* '1#0' .* is \[{batches[-1]}, 2\] and.*found \[.*{batches[0]}, 2\]"
     with pytest.raises(ValueError, match=message):
         train(transform, *batches)
 
@@ -51,7 +51,7 @@ def test_a_state_that_is_loaded_is_checked_too() -> None:
         model(torch.randn(1, 3)).sum().backward()
     fresh = gs.Surgery(gs.Intervention(gs.Momentum(), gs.Outputs("1")))
     fresh.load_state_dict(surgery.state_dict())
-    with fresh.attach(model), pytest.raises(ValueError, match=r"would be \[4, 2\], found \[1, 2\]"):
+    with fresh.attach(model), pytest.raises(ValueError, match=r"of \[4, 2\], found \[1, 2\]"):
         model(torch.randn(4, 3)).sum().backward()
 
 

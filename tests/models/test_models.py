@@ -353,7 +353,7 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
             {"activation": "rely", "dropout": -1},
             [
                 ("activation", "must be one of 'relu', 'tanh' or 'gelu', found 'rely'"),
-                ("dropout", "must be >= 0.0, found -1"),
+                ("dropout", "must be >= 0, found -1"),
             ],
         ),
         (Convnet, (64,), {}, [("input_shape", "must be (channels, height, width), found (64,)")]),
@@ -400,7 +400,7 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
             {"cell": "gruu", "width": 0},
             [
                 ("cell", "must be one of 'rnn', 'gru' or 'lstm', found 'gruu'"),
-                ("width", "must be > 0, found 0"),
+                ("width", "must be > 0, such as 64, found 0"),
             ],
         ),
         (RNN, (8,), {"one_hot": True}, [("one_hot", "needs tokens, and the inputs are numbers")]),

@@ -125,7 +125,7 @@ REFUSED = {
     "engine='feature'": (gs.MGDA(), gs.SharedParameters(engine="feature", features="trunk")),
     "reduce='local'": (gs.MGDA(), gs.SharedParameters(reduce="local")),
     "FirstTask reads whole rows": (FirstTask(), gs.SharedParameters()),
-    "some parameters are sharded and others are not": (gs.MGDA(), gs.SharedParameters()),
+    "some parameters are not sharded": (gs.MGDA(), gs.SharedParameters()),
 }
 
 

@@ -44,8 +44,8 @@ class Needy:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"size": 0}, "Probe.size: must be > 0.0, found 0"),
-        ({"size": 11}, "Probe.size: must be <= 10.0, found 11"),
+        ({"size": 0}, "Probe.size: must be > 0, such as 1.0, found 0"),
+        ({"size": 11}, "Probe.size: must be <= 10, found 11"),
         ({"count": -1}, "Probe.count: must be >= 0, found -1"),
         ({"count": 5}, "Probe.count: must be < 5, found 5"),
         ({"count": 1.5}, "Probe.count: must be a whole number, found 1.5"),
@@ -57,7 +57,7 @@ class Needy:
         ({"kind": "green"}, "Probe.kind: must be one of 'red' or 'blue', found 'green'"),
         ({"flag": "perhaps"}, "Probe.flag: must be true or false, found 'perhaps'"),
         ({"word": 3}, "Probe.word: must be a string, found 3"),
-        ({"p": 0.5}, "Probe.p: must be >= 1.0, found 0.5"),
+        ({"p": 0.5}, "Probe.p: must be >= 1, found 0.5"),
         ({"low": 2.0}, "Probe.low: must be <= size, found low=2.0, size=1.0"),
     ],
 )
@@ -137,9 +137,9 @@ class Either:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"share": 2}, "Either.share: must be <= 1.0, found 2"),
+        ({"share": 2}, "Either.share: must be <= 1, found 2"),
         ({"share": float("nan")}, "Either.share: must be finite, found nan"),
-        ({"share": [0.5, 2]}, "Either.share.1: must be <= 1.0, found 2"),
+        ({"share": [0.5, 2]}, "Either.share.1: must be <= 1, found 2"),
         ({"share": [0.5, "much"]}, "Either.share.1: must be a number, found 'much'"),
         ({"share": []}, "Either.share: must have at least 1 item, found []"),
         ({"share": "much"}, "Either.share: must be a number or a list, found 'much'"),
@@ -161,7 +161,7 @@ def test_faults_of_several_kinds_stand_beside_others() -> None:
         Either(**wrong)
     assert sorted(field for field, _ in caught.value.faults) == ["report", "share", "size"]
     wrong_place: list[Any] = [2]
-    with pytest.raises(FieldError, match=r"^Either\.share: must be <= 1\.0, found 2$"):
+    with pytest.raises(FieldError, match=r"^Either\.share: must be <= 1, found 2$"):
         Either(*wrong_place)
 
 

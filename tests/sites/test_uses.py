@@ -184,7 +184,7 @@ def test_a_module_inside_code_compiled_before_is_refused() -> None:
     try:
         compiled(x)
         with (
-            pytest.raises(LookupError, match=r"part#0: 0\. .*Nor is one in compiled code"),
+            pytest.raises(LookupError, match=r"0 of part#0\. .*compiled code are not found"),
             attached(compiled, gs.Zero(), gs.Uses("part")),
         ):
             compiled(x)

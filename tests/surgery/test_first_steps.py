@@ -75,7 +75,7 @@ def test_a_plain_backward_of_the_sum_is_told_once_in_the_first_steps(
                 sum(losses_of(model, step).values()).backward()
                 optimizer.step()
             told.append([str(warning.message) for warning in caught])
-    text = f"{label}: attached, and in the first steps live.backward(losses) was not called: call"
+    text = f"{label}: call live.backward(losses) in place of sum(losses).backward(): it was not"
     assert [len(texts) for texts in told] == [0, 1, 0, 0]
     assert text in told[1][0]
 

@@ -168,7 +168,7 @@ def test_the_surgery_follows_and_stays_so_after_the_block() -> None:
     assert state["transforms"] == surgery.state_dict()["transforms"]
     other = gs.Surgery(*expected)
     other.load_state_dict(state)
-    with pytest.raises(ValueError, match="this state is of"):
+    with pytest.raises(ValueError, match="it is of another surgery"):
         gs.Surgery(_scale(2.0), _scale(3.0)).load_state_dict(state)
     twice = pytest.warns(
         gs.SurgeryWarning, match="two surgeries with this intervention are attached"

@@ -231,7 +231,7 @@ def test_a_scaler_that_was_not_told_is_noticed_at_its_first_step(
         with pytest.raises(ValueError, match="loss scale"):
             live.add(gs.Intervention(gs.Clip(1.0)))
     (text,) = [str(warning.message) for warning in caught]
-    assert "attach did not get the GradScaler that calls the optimizer" in text
+    assert "attach was not given the GradScaler: attach(.., scaler=scaler)" in text
     assert f"{name}(" in text
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurg as gs
+from gradsurg.plugins.fields import in_short
 from gradsurg.sites.places import Selector
 from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Need, Stateless, Transform, TransformContext, TransformProperty
@@ -138,7 +139,9 @@ def test_a_transform_without_that_need_does_not_get_them() -> None:
 def test_feedback_weights_are_refused_at_sites_without_a_nodes_output_gradient(
     at: gs.Parameters, wrap: type[gs.Chain]
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"autograd node, which {at!r} does not")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"autograd node, which {in_short(at)} does not")
+    ):
         gs.Intervention(wrap(gs.FeedbackWeights()), at=at)
 
 
@@ -235,7 +238,7 @@ def test_direct_feedback_is_refused_at_gradients_without_a_batch_axis(
 ) -> None:
     with pytest.raises(
         ValueError,
-        match="same examples, which .* does not provide; it can act at Outputs",
+        match="use it at Outputs .* same examples, which .* does not provide",
     ):
         square(at, wrap(gs.DirectFeedback()))
 

@@ -41,7 +41,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
             {"phase": "train", "warm_up": 5, "fine_tune": 4},
             "Phase.fine_tune: must be >= warm_up (5), found 4",
         ),
-        (gs.Probability, {"p": 1.5}, "Probability.p: must be <= 1.0, found 1.5"),
+        (gs.Probability, {"p": 1.5}, "Probability.p: must be <= 1, found 1.5"),
         (gs.Probability, {"p": float("nan")}, "Probability.p: must be finite, found nan"),
         (gs.Probability, {"p": 0.5, "per": "day"}, "Probability.per: must be one of 'step' or"),
         (gs.Probability, {"p": 0.5, "seed": -1}, "Probability.seed: must be >= 0, found -1"),
@@ -51,13 +51,13 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
         (gs.Shape, {"above": -1}, "Shape.above: must be >= 0, found -1"),
         (gs.Shape, {"above": 3, "below": 4}, "Shape.below: must be > above + 1 (4), found 4"),
         (gs.Shape, {"above": 3, "source": "inputs"}, "Shape.source: must be grad, value, batch"),
-        (gs.Threshold, {"above": -1.0}, "Threshold.above: must be >= 0.0, found -1.0"),
+        (gs.Threshold, {"above": -1.0}, "Threshold.above: must be >= 0, found -1.0"),
         (
             gs.Threshold,
             {"above": 1, "release": 2},
             "Threshold.release: must be <= above (1.0), found 2.0",
         ),
-        (gs.Threshold, {"above": 1, "release": -1}, "Threshold.release: must be >= 0.0, found -1"),
+        (gs.Threshold, {"above": 1, "release": -1}, "Threshold.release: must be >= 0, found -1"),
         (
             gs.Threshold,
             {"above": 1, "measure": "mean"},
@@ -68,7 +68,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
             {"above": 1, "measure": "nan"},
             "Threshold.above: must be < 1 with measure=nan",
         ),
-        (gs.Threshold, {"above": 1, "q": 1.5}, "Threshold.q: must be <= 1.0, found 1.5"),
+        (gs.Threshold, {"above": 1, "q": 1.5}, "Threshold.q: must be <= 1, found 1.5"),
         (
             gs.Threshold,
             {"above": 1, "source": "input:"},

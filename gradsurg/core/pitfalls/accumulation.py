@@ -30,13 +30,12 @@ class PartsOfASum(Pitfall):
 
     cells = (
         Cell("accumulation", RUNNING).warned(
-            "each backward pass transforms the sum so far, with its own earlier results in it. "
-            "Use stage='step' for the sum of all passes, or stage='backward' for each separately."
+            "each backward pass transforms .grad again, with the earlier results in it. "
+            "Use stage='step' for the sum of all passes, or stage='backward' for each pass."
         ),
         Cell("accumulation, not linear", f"{RUNNING} Parameters.backward").warned(
-            "site '{site}' had {number} gradients in one {period}. Each was transformed "
-            "by itself, which is not the same as transforming their sum, unless the transform is "
-            "linear. Use stage='step' for the sum."
+            "'{site}' had {number} gradients in one {period}. Each was transformed by itself, "
+            "which differs unless the transform is linear. Use stage='step' for their sum."
         ),
     )
 

@@ -29,11 +29,11 @@ class FunctionalGradients(Pitfall):
             "Attach in the thread that calls it."
         ),
         Cell("is_grads_batched", "Captured").refused(
-            "with is_grads_batched=True there are many gradients at once; a transform takes one. "
-            "Call torch.autograd.grad once for each gradient."
+            "with is_grads_batched=True there are many gradients at once, and a transform takes "
+            "one. Call torch.autograd.grad for each gradient."
         ),
         Cell("vmap", "*").refused(
-            "{transform} keeps one state for a site, which has many gradients at once there. "
-            "Take one gradient at a time, without vmap or is_grads_batched."
+            "{transform} keeps one state for each site, and vmap or is_grads_batched computes "
+            "many gradients of it at once. Differentiate for each of them."
         ),
     )

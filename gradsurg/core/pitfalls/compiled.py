@@ -3,9 +3,9 @@
 from torch import nn
 
 from gradsurg.core.pitfalls.base import MODULES, Cell, Pitfall
+from gradsurg.plugins.messages import shortened
 from gradsurg.torch_internals import compiling
 
-_LATE = "compiled code ignores hooks that are registered later"
 _BEFORE = "Attach before the first compiled call, or call torch.compiler.reset() in the block"
 _AS_ONE_NODE = "compiled code runs as one node. Use Outputs."
 
@@ -38,15 +38,15 @@ class OtherCode(Pitfall):
             "Attach before the first compiled call, or call torch.compiler.reset()."
         ),
         Cell("torch.compile before attaching", f"{MODULES} SavedTensors").reported(
-            f"{_LATE}. {_BEFORE}."
+            f"compiled code ignores hooks that are registered later. {_BEFORE}."
         ),
         Cell("torch.export", "Nodes Uses Captured SavedTensors", LookupError).refused(
-            "an exported model calls none of its modules. Attach before torch.export, or use "
-            "Parameters, Nodes without module=, Outputs('root') or SavedTensors('block')."
+            "an exported model calls no modules. Attach before torch.export, or use Parameters, "
+            "Outputs('root'), SavedTensors('block') or Nodes without module=."
         ),
         Cell("TorchScript", f"{MODULES} SavedTensors Nodes Uses Captured", ValueError).refused(
-            "the module is a ScriptModule, which runs no Python hooks. Use Parameters or Weights, "
-            "or call torch.jit.script after the block."
+            "a ScriptModule runs no Python hooks. Use Parameters or Weights, or call "
+            "torch.jit.script after the block."
         ),
     )
 
@@ -61,6 +61,6 @@ class OtherCode(Pitfall):
         wrappers = [name for name, module in named if compiling.is_wrapper(module)]
         if not wrappers and has_acted and not is_compiled:
             return ""
-        if inside := ", ".join(f"'{name.replace('._orig_mod', '')}'" for name in wrappers):
-            return f". Compiled before attaching: {inside}. {_BEFORE}: {_LATE}"
-        return f". Was the model compiled before attaching? {_BEFORE}: {_LATE}"
+        if inside := shortened(f"'{name.replace('._orig_mod', '')}'" for name in wrappers):
+            return f". Compiled before attaching: {inside}. {_BEFORE}"
+        return f". Was the model compiled before attaching? {_BEFORE}"

@@ -27,18 +27,17 @@ class OneCommunicationHook(Pitfall):
     cells = (
         Cell("foreign communication hook", "Buckets").refused(
             "the model has the communication hook {hook} already, and can have only one. "
-            "Use Parameters with stage='backward_end', which acts on the averaged gradient."
+            "Use Parameters(stage='backward_end'), which acts on the averaged gradient."
         ),
         Cell("different averages", "Buckets", ValueError).refused(
             "give all Buckets of a model the same reduce, found {found} and {own}."
         ),
         Cell("attached in a backward pass", "Buckets").refused(
-            "inside a backward pass some gradients are averaged already. "
-            "Attach before the backward pass."
+            "inside a backward pass some gradients are averaged already. Attach before it."
         ),
         Cell("static_graph", "SharedParameters").refused(
-            "DistributedDataParallel(static_graph=True) averages the backward passes for single "
-            "tasks wrongly. Use static_graph=False."
+            "DistributedDataParallel(static_graph=True) averages the gradients of single tasks "
+            "wrongly. Use static_graph=False."
         ),
     )
 
@@ -57,8 +56,8 @@ class BeforeAverage(Pitfall):
 
     cells = (
         Cell("DDP, not linear", "Parameters.backward Parameters.accumulated").warned(
-            "it acts on gradients of each of {processes} processes before they are averaged, and "
-            "is not linear. Use stage='backward_end' or stage='step' to transform the average."
+            "it is not linear, and acts on the gradient of each of {processes} processes. "
+            "Use stage='backward_end' or stage='step' to transform their average."
         ),
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from gradsurg.core.pitfalls.base import AttachmentLike, Cell, Operation, Pitfall
+from gradsurg.plugins.messages import shortened
 from gradsurg.torch_internals import autograd
 
 
@@ -23,8 +24,8 @@ class DiscardedHooks(Pitfall):
 
     cells = (
         Cell("hooks of C++ code", "Parameters.backward").warned(
-            "C++ code has registered a hook on {names}, which discards the hook of gradsurg, so "
-            "that gradients pass unchanged. Use stage='accumulated'"
+            "C++ code has registered a hook on {names}, which discards gradsurg's: gradients pass "
+            "unchanged. Use stage='accumulated'."
         ),
     )
 
@@ -34,7 +35,7 @@ class DiscardedHooks(Pitfall):
                 continue
             sites = self._overdue(attachment, operation)
             if sites and (discarded := set(autograd.without_hooks(sites))):
-                names = ", ".join(name for param, name in sites.items() if param in discarded)
+                names = shortened(name for param, name in sites.items() if param in discarded)
                 yield f"{operation.label}: {self.text('hooks of C++ code', names=names)}"
 
     closed = first_steps_ended

@@ -27,8 +27,7 @@ class Sharded(Pitfall):
             "Train without fully_shard, for example with DistributedDataParallel."
         ),
         Cell("FSDP2, meshes", "Parameters", TypeError).refused(
-            "the parameters are sharded over a mesh of {ndim} dimensions. "
-            "Use a mesh of one dimension."
+            "use a mesh of one dimension, found parameters sharded over {ndim} dimensions."
         ),
         Cell("FSDP2, resumed", "Parameters", ValueError).refused(
             "resume with {made} processes: the state holds the parts of {made} processes, "
@@ -38,6 +37,6 @@ class Sharded(Pitfall):
             "the parameters are sharded: {reason}. Use stage='step'."
         ),
         Cell("FSDP2, aggregators", "SharedParameters", TypeError).refused(
-            "the parameters are sharded: {reason}. Avoid this, or use DistributedDataParallel."
+            "{advice}, or use DistributedDataParallel in place of fully_shard: {reason}."
         ),
     )

@@ -30,16 +30,16 @@ class FullBackwardHooks(Pitfall):
 
     cells = (
         Cell("legacy hooks", "ModuleGradients EveryModule", ValueError).refused(
-            "it has hooks of the deprecated register_backward_hook, which PyTorch does not allow "
-            "together with full hooks. Use Outputs or Inputs."
+            "it has hooks of the deprecated register_backward_hook, beside which PyTorch allows no "
+            "full hooks. Use Outputs or Inputs."
         ),
         Cell("nested tensors", "ModuleGradients EveryModule").refused(
-            "a full backward hook sees only tensors and tuples of tensors, and the tensors that "
-            "need a gradient are in {where}. Use Outputs or Inputs."
+            "a full backward hook sees tensors and tuples of tensors, and the tensors here are "
+            "in {where}. Use Outputs or Inputs."
         ),
         Cell("in-place consumer", FULL_HOOKS).refused(
-            "PyTorch raises an error, because it allows no in-place change of a tensor with a full "
-            "backward hook. Use Outputs or Inputs, or inplace=False."
+            "PyTorch allows no in-place change of a tensor with a full backward hook. "
+            "Use Outputs or Inputs, or inplace=False."
         ),
         Cell("torch.func", FULL_HOOKS).refused(
             "torch.func does not support full backward hooks. Use Outputs or Inputs."

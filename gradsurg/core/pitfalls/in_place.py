@@ -20,7 +20,7 @@ class WrittenTensor(Pitfall):
 
     cells = (
         Cell("in-place write", "Outputs").refused(
-            "the module {fault}: its output and its input have one gradient. "
+            "the module {fault}: its output is its input, with the same gradient. "
             "Use Outputs of the module before."
         ),
         Cell("in-place write", "Inputs").refused(

@@ -30,12 +30,11 @@ class LossScale(Pitfall):
         Cell(
             "loss scale", f"{RUNNING} Parameters.backward {GRADIENTS} {FULL_HOOKS}", ValueError
         ).refused(
-            "{transform} depends on the size of the gradient, which is multiplied by the loss "
-            "scale here. Use Parameters(stage='step')."
+            "{transform} depends on the size of the gradient, which the loss scale changes. "
+            "Use Parameters(stage='step')."
         ),
         Cell("loss scale, not given to attach", "*").warned(
-            "attach did not get the GradScaler that calls the optimizer. {error}. "
-            "Use attach(.., scaler=scaler) together with Parameters(stage='step')."
+            "attach was not given the GradScaler: attach(.., scaler=scaler). {error}"
         ),
     )
 

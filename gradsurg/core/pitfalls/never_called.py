@@ -35,10 +35,10 @@ class NeverCalled(Pitfall):
             "no gradient passed at {sites} in the first steps"
         ),
         Cell("no_grad", f"{PARAMETERS} {GRADIENTS} {FULL_HOOKS} SavedTensors").reported(
-            "no gradient is computed, so nothing passes. Run a backward pass in the block."
+            "no gradient is computed. Run a backward pass in the block."
         ),
         Cell("edges of a node", "Nodes.leave", LookupError).refused(
-            "it has no such edge that takes a gradient. Edges that do: {edges}."
+            "edge= names an input that takes no gradient. Edges that take one: {edges}."
         ),
     )
 

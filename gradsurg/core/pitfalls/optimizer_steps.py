@@ -44,25 +44,23 @@ class StepHooks(Pitfall):
             "Use another optimizer."
         ),
         Cell("LBFGS", "Updates MatchedUpdates", ValueError).refused(
-            "cannot act on LBFGS, which computes curvature from its own updates."
+            "LBFGS computes curvature from its own updates. Use another optimizer."
         ),
         Cell("several optimizers", "Updates MatchedUpdates Weights", ValueError).refused(
             "the transform needs all of its parameters at once, and two optimizers hold them. "
             "Use an intervention for the parameters of each optimizer."
         ),
         Cell("no optimizer", "*").warned(
-            "{triggers}: no optimizer step was counted{since}, so the step stays the same. Use "
-            "attach(model, optimizer) or live.bind(optimizer); without an optimizer of torch call "
-            "live.tick() after each step"
+            "{triggers}: no optimizer step was counted{since}. Use attach(model, optimizer) or "
+            "live.bind(optimizer); without an optimizer of torch call live.tick() after each step"
         ),
         Cell("epochs", "*").warned(
             "Epochs: no epoch was counted. Use Epochs(length=..), attach(.., steps_per_epoch=..), "
             "or live.next_epoch() after each epoch"
         ),
         Cell("another optimizer", "*").warned(
-            "no step of {optimizer} was counted, though the weights have changed. Call "
-            "live.bind(..) with the optimizer that steps, or live.before_step() before and "
-            "live.tick() after each step"
+            "no step of {optimizer} was counted, though the weights have changed. Call live.bind "
+            "with the optimizer that steps, or live.before_step() and live.tick() around each step"
         ),
     )
 

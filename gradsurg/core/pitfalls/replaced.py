@@ -14,6 +14,7 @@ from gradsurg.core.pitfalls.base import (
     Operation,
     Pitfall,
 )
+from gradsurg.plugins.messages import shortened
 from gradsurg.torch_internals import autograd
 
 
@@ -50,8 +51,8 @@ class Replaced(Pitfall):
             "Use Outputs or Inputs."
         ),
         Cell("modules or parameters are replaced", "*").warned(
-            "{change} in the block, and the new ones are not hooked{also}: {names}. "
-            "Attach after the change, or call live.remove(label) and live.add(intervention)"
+            "{change} in the block and have no hooks of their own{also}: {names}. "
+            "Attach after the change, or use live.remove and live.add."
         ),
     )
 
@@ -73,10 +74,10 @@ class Replaced(Pitfall):
         is_sharded = found and any(map(autograd.is_sharded, params))
         late = ", for example after fully_shard" if is_sharded else ""
         for is_param, change, also in (
-            (False, "modules were replaced or added", ", or count for the module around them"),
+            (False, "modules were replaced or added", ""),
             (True, "parameters were replaced, added or unfrozen", late),
         ):
-            if names := ", ".join(name for name, of_param in found if of_param is is_param):
+            if names := shortened(name for name, of_param in found if of_param is is_param):
                 context = "modules or parameters are replaced"
                 yield self.text(context, change=change, also=also, names=names)
 

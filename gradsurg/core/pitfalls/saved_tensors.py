@@ -23,12 +23,12 @@ class OnePair(Pitfall):
 
     cells = (
         Cell("other saved-tensor hooks", "SavedTensors").refused(
-            "saved-tensor hooks are set already, such as those of a checkpoint, and a node can "
-            "have only one pair. Use SavedTensors('<module>') without node=."
+            "the node has a pair of saved-tensor hooks already, such as a checkpoint's, and can "
+            "have only one. Use SavedTensors('<module>') without node=."
         ),
         Cell("stateful transform", "SavedTensors", ValueError).refused(
-            "the site covers many tensors, and {what} keeps one state for each site. "
-            "Name modules in place of 'block', with node= for nodes."
+            "the site has many tensors, and {what} keeps one state for them. "
+            "Use SavedTensors('<module>'), with or without node=."
         ),
         Cell("nested modules", "SavedTensors").refused(
             "another intervention selects {outer} around it, and a saved tensor belongs to the "

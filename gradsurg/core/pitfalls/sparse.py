@@ -16,7 +16,7 @@ class SparseGradient(Pitfall):
 
     cells = (
         Cell("sparse gradient", "Parameters Buckets Captured", ValueError).refused(
-            "{transform} cannot act on only the stored values of a sparse gradient. "
-            "Use an elementwise transform that keeps zero, or an embedding with sparse=False."
+            "{transform} takes no sparse gradient. Use sparse=False in the embedding, or a "
+            "stateless elementwise transform that keeps zero and a trigger that reads no gradient."
         ),
     )
