@@ -23,8 +23,8 @@ ROOMS = {
     "transforms": (("transforms",), 4636 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
-    "multitask per_example": (("multitask", "per_example"), 4245),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 8070),
+    "multitask per_example": (("multitask", "per_example"), 4251),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 8075),
     "report": (("report",), 5704),
     "stats": (("stats.py",), 603),
     "reproduce": (("reproduce",), 1945),
@@ -36,7 +36,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2718, 54_590 + NEW
+REST, TESTS = 2747, 54_690 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
