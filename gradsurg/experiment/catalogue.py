@@ -281,7 +281,7 @@ def _table(entries: Sequence[Entry], width: int) -> str:
     if any(entry.preset_of for entry in entries):
         legend.append("(name): a preset, the option of that name with other values of its fields")
     if any({*stages} > {*entry.stages} > set() for entry in entries):
-        note = "[..]: acts at these stages only; [not ..]: at all others. All stages"
+        note = "[..]: acts at these stages only; [not ..]: at all but these. All stages"
         legend.append(f"{note} (gradsurg/sites/README.md): {', '.join(stages)}")
     examples = (one.command for one in entries if f" {one.group}." in one.command)
     if command := next(examples, ""):

@@ -37,8 +37,8 @@ Groups. Choose one option with group=option, such as site=outputs; defaults
 are in brackets. transform and logger take lists: 'transform=[clip,noise]'.
 
   transform   the change to a gradient; several act in this order [{transform}].
-              Without a transform and an aggregator the plain model is
-              trained, and compared with nothing
+              With neither a transform nor an aggregator the plain
+              model is trained, and compared with nothing
   site        where it acts: parameters, outputs or inputs of modules,
               autograd nodes, activations .. [{site}]
   when        the condition under which it acts: steps, epochs, batch

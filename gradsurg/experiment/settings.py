@@ -165,8 +165,8 @@ class Shared:
     pattern: str = "*"
     """names of the shared parameters that an aggregator acts on"""
     granularity: Any = "whole"
-    """one aggregated gradient for the whole, each layer, each module, each tensor, or each group of
-    a list: 'shared.granularity=[trunk.hidden.*,"*"]'
+    """one aggregated gradient for the whole, each layer (member of a ModuleList or Sequential),
+    each module, each tensor, or each group of a list: 'shared.granularity=[trunk.hidden.*,"*"]'
     """
     engine: str = "full"
     """full: a backward pass per task; feature: aggregate the gradients of a shared representation
@@ -213,9 +213,9 @@ class Settings:
     seed: Natural | None = None
     """train with this seed only"""
     splits: Positive = 1
-    """number of train/test splits: task.split_seed, the next one, and so on. The first trains with
-    the seeds 0, 1, .., the second with 1000, 1001, .. The report compares the arms within each
-    split, and over all of them
+    """number of train/test splits, drawn with task.split_seed, task.split_seed + 1, and so on. The
+    first trains with the seeds 0, 1, .., the second with 1000, 1001, .. The report compares the
+    arms within each split, and over all of them
     """
     control: Annotated[ControlKind | tuple[ControlKind, ...], BeforeValidator(_control)] = "plain"
     """the arm to compare with. plain: no surgery; norm_matched: plain gradients scaled to the norm
@@ -277,7 +277,7 @@ class Settings:
     test data once at the end; null: 0.2 if until or tune decides on them, otherwise 0
     """
     tune: Annotated[Grid, _parsed(Grid)] | None = None
-    """train each arm with each of these values, and compare with its best on validation data:
+    """train each arm with each of these values, choose its best on validation data, then compare:
     tune=lr (five rates, from a quarter to four times the config's), tune='lr=log(1e-3,1,7)',
     lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid. If a learning rate is among
     them, the control tries as many rates as the other arms have combinations of values
