@@ -75,9 +75,10 @@ tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its n
 tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the others
 tests/core/test_messages.py | ERRORS | only if it refuses some shapes: the error
 tests/hooks/test_batched_backward.py | DRAWS | only if it is random: its name
-tests/transforms/test_oracles.py | def test_autoclip | only if it has a state: a test like it
+tests/transforms/test_oracles.py | def test_autoclip | only if it has state or group: a test
 tests/sites/test_step_hooks.py | SCALING | only if it is `Scaling`: an instance
 tests/sites/test_sharded_parameters.py | AT_STEP | only if you set `acts_on_shards`: an instance
+tests/transforms/test_rows.py | def test_fields_that_cont | only if fields contradict: the message
 tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all calls: its name""",
 )
 AGGREGATOR = Kind(
