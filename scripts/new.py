@@ -39,12 +39,11 @@ LAST_LINES = 12  # of the output of a failed check
 class Kind:
     """A kind of plug-in: the folder of its classes and tests, and the one that is copied.
 
-    `likes` are others to copy, `tests` files that `--check` runs; `steps` belong to STEPS.
+    `tests` are files that `--check` runs, and `steps` belong to STEPS.
     """
 
     folder: str
     model: str
-    likes: str
     tests: tuple[str, ...]
     steps: str
 
@@ -67,8 +66,6 @@ CHANGELOG.md | ### Gone | a line above this heading, such as '- **Its name.** Wh
 TRANSFORM = Kind(
     "transforms",
     "gradient_reversal",
-    "value add_decayed, random numbers add_noise, state momentum, group adaptive_clip, "
-    "Scaling clip_norm, JointScaling rescale_global_norm",
     ("tests/transforms/test_rows.py", "tests/transforms/test_rules.py"),
     """tests/transforms/test_properties.py | OTHERS | only if other values matter: instances
 tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its name
@@ -84,13 +81,11 @@ tests/transforms/test_rules.py | FIXED_DRAWS | only if it draws once for all cal
 AGGREGATOR = Kind(
     "aggregators",
     "sum",
-    "Weighting imtlg, GramianAggregator db_mtl, LossWeighting dwa, Entrywise and_mask",
     ("tests/aggregators/test_hand_computed.py", "tests/aggregators/test_gramian.py"),
     """tests/aggregators/test_gramian.py | def expected_of_same | only if equal rows g give no g
 tests/aggregators/test_gramian.py | def test_opposite_tasks | only if g and -g do not give 0""",
 )
 KINDS = {GROUPS[kind.folder]: kind for kind in (TRANSFORM, AGGREGATOR)}
-COMPLETENESS = "tests/experiment/test_completeness.py"
 
 
 def main(words: list[str], root: Path = ROOT) -> int:
@@ -107,14 +102,13 @@ def main(words: list[str], root: Path = ROOT) -> int:
         if asked.check or len(asked.words) != 2 or asked.words[0] not in KINDS:
             raise ValueError(usage)
         kind, name = KINDS[asked.words[0]], asked.words[1]
-        steps = begin(kind, name, model := asked.like or kind.model, root)
+        steps = begin(kind, name, asked.like or kind.model, root)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     if root == ROOT:
         check(kind, name, GENERATED)
-    others = "" if asked.like else f" Nearer relatives, for --like: {kind.likes}"
-    print(f"Copied {model}.{others}", *steps, sep="\n")
+    print(*steps, sep="\n")
     return 0
 
 
@@ -129,8 +123,8 @@ def known(name: str, root: Path) -> Kind:
 def begin(kind: Kind, name: str, model: str, root: Path) -> list[str]:
     """Write the class, the yaml file and the test row, and return the remaining steps.
 
-    `model` is the plug-in that is copied. Raises ValueError, before anything is written, for a name
-    that is malformed or taken, and for a model that cannot be copied.
+    Raises ValueError, before anything is written, for a name that is malformed or taken, and for a
+    `model` that cannot be copied.
     """
     check_name(kind, name, root)
     code, yaml, cases = kind.files(name)
@@ -254,7 +248,6 @@ def lists(kind: Kind, name: str) -> str:
 
 
 def changed(*paths: Path) -> str:
-    """Return a text that names the files that were written."""
     return f"wrote {', '.join(str(path.relative_to(ROOT)) for path in paths)}" * bool(paths) or "ok"
 
 
@@ -269,7 +262,7 @@ def properties(kind: Kind, name: str) -> str:
     said = "those declared hold" + f"; not declared: {', '.join(found)}" * bool(found)
     if kind is AGGREGATOR and not (ROOT / kind.files(name)[0]).exists():
         return said
-    stems = sorted(path.stem for path in ROOT.glob(f"conf/{GROUPS[kind.folder]}/*.yaml"))
+    stems = sorted(one.name for one in catalogue.list(GROUPS[kind.folder]))
     return changed(*[table.README] * insert(table.README, row, stems)) + f", {said}"
 
 
@@ -299,7 +292,8 @@ def tests(kind: Kind, name: str) -> str:
     named = (f"[{name}]", f"[{name}-", f"-{name}-", f"-{name}]")
     chosen = " or ".join([*named, "every_config_has_a_row", "its_class_and", *others])
     marks = "one_in or not slow and not full"
-    paths = {str(ROOT / path): "" for path in (*kind.tests, COMPLETENESS, *others.values())}
+    files = (*kind.tests, "tests/experiment/test_completeness.py", *others.values())
+    paths = dict.fromkeys(str(ROOT / file) for file in files)
     with redirect_stdout(StringIO()) as out:  # in this process, which has imported torch
         code = pytest.main([f"--rootdir={ROOT}", "-k", chosen, "-m", marks, *paths])
     assert not code, out.getvalue()

@@ -51,10 +51,10 @@ def file(path: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", new.KINDS.values(), ids=list(new.KINDS))
-def test_the_guide_names_all_that_new_py_proposes_to_copy(kind: new.Kind) -> None:
-    proposed = set(re.findall(r" (\w+)(?:,|$)", kind.likes))
+def test_the_plug_ins_that_the_guide_proposes_to_copy_are_there(kind: new.Kind) -> None:
     section = TEXT.partition(f"## Add a{'n' * (kind is new.AGGREGATOR)} ")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`--like (\w+)`", section)) == proposed
+    proposed = set(re.findall(r"`--like (\w+)`", section))
+    assert len(proposed) > 3
     for name in proposed:
         assert all((ROOT / path).exists() for path in kind.files(name))
 
