@@ -9,11 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = (
-    *("torch_internals", "hooks", "surgery", "effects", "sites", "contexts", "transforms"),
-    *("triggers", "aggregators", "multitask", "per_example", "models", "tasks", "plugins"),
-    *("experiment", "report"),
-)
+TESTS = "torch_internals hooks surgery effects sites contexts transforms triggers aggregators"
+TESTS += " multitask per_example models tasks plugins experiment report"
 UV = "uv run --isolated --no-project --resolution lowest-direct --with-editable .[test]"
 # Deprecations are those of packages that are newer than the lowest ones.
 PYTEST = "python -m pytest -n 2 -p no:cacheprovider -W ignore::DeprecationWarning"
@@ -21,5 +18,5 @@ PYTEST += " -W ignore::PendingDeprecationWarning"
 
 if __name__ == "__main__":
     command = [*UV.split(), "-p", sys.executable, *sys.argv[1:], *PYTEST.split()]
-    command += [f"tests/{name}" for name in TESTS]
+    command += [f"tests/{name}" for name in TESTS.split()]
     sys.exit(subprocess.call(command, cwd=Path(__file__).parents[1]))
