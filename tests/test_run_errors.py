@@ -218,7 +218,7 @@ def test_an_error_of_a_transform_is_printed_in_one_line(here: Here, folder: Path
     line, count = ended.err.splitlines()
     assert count == "1 of 2 runs failed"
     (log,) = folder.glob("runs/digits-mlp/total-*/error.log")
-    assert line.startswith("total, seed 0: TypeError: total: total must return a tensor like the ")
+    assert line.startswith("total, seed 0: TypeError: total: return a tensor like the gradient")
     assert "site 'output.bias', step 0" in line
     assert line.endswith(f" (the traceback is in {log.relative_to(folder)})")
     assert log.read_text(encoding="utf-8").startswith("Traceback (most recent call last):\n")

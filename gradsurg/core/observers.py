@@ -132,8 +132,8 @@ def _check_newest(counter: "ref[_ForwardCounter]", forward: int, grad: Tensor) -
     held = counter()
     if held is not None and forward != held.newest:
         held.note(
-            "call backward after each forward of the model: one went through several, or an "
-            f"earlier one, and {held.triggers} read the last forward alone"
+            "call backward after each forward pass of the model: this one went through an older "
+            f"forward pass, and {held.triggers} read only the newest"
         )
 
 

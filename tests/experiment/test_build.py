@@ -42,7 +42,7 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
             ["precision=float16", "transform=clip"],
             [
                 "precision: float16 needs CUDA, ",
-                "site: Chain(Clip(value=0.01)): stage 'backward' sees ",
+                "site: Clip() depends on the size of the gradient, whi",
             ],
         ),
         (["metric=test/acuracy"], ["metric: did you mean 'test/accuracy'? There is no test/ac"]),

@@ -148,7 +148,7 @@ def test_where_it_cannot_act_it_says_where_it_can() -> None:
     with pytest.raises(ValueError, match="update_norm_matched is for one intervention, found 2"):
         control_interventions(twice, "update_norm_matched")
     surgery = control_of(gs.Intervention(gs.Sign()))
-    with pytest.raises(ValueError, match="cannot act on LBFGS"):
+    with pytest.raises(ValueError, match="LBFGS .* another optimizer"):
         trained(lambda model: torch.optim.LBFGS(model.parameters()), surgery)
 
 

@@ -113,7 +113,7 @@ def logged(record: Record) -> list[dict[str, float]]:
         (["transform=clip", "site.stage=backward_end"], {}, ""),
         (["transform=scale"], {"model": {"_target_": f"{HERE}.WithUnused"}}, ""),
         (["task=overlay", "model=multi_head", "aggregator=pcgrad"], {}, ""),
-        (["transform=clip"], {}, "on gradients of each of 2 processes"),
+        (["transform=clip"], {}, "on the gradient of each of 2 processes"),
     ],
     ids=["step", "backward_end", "unused parameter", "several losses", "backward"],
 )

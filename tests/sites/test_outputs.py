@@ -38,7 +38,7 @@ def test_a_full_backward_hook_of_the_user_sees_the_documented_gradients(
     assert leaving.unique().tolist() == [grad_output]
     assert entering.unique().tolist() == [0.0]
     text = README.read_text(encoding="utf-8")
-    assert "Your own `register_full_backward_hook` at a module with `Outputs`" in text
+    assert "Your own `register_full_backward_hook` at a module that `Outputs` selects" in text
 
 
 @pytest.mark.parametrize(
