@@ -184,7 +184,8 @@ def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
     """
     is_small = factors.numel() == 1 and 0 < sum(grad.numel() for grad in grads) <= SMALL
     kinds = {(grad.dtype, grad.device) for grad in (factors, *grads)}
-    if is_small and len(kinds) == 1 and not autograd.in_functorch():
+    # PyTorch cannot differentiate `_foreach_mul` of several tensors by the factor.
+    if is_small and len(kinds) == 1 and not (factors.requires_grad or autograd.in_functorch()):
         yield from autograd.foreach_mul(list(grads), factors.reshape(()))
         return
     own, alike = factors.expand(len(grads)).unbind(), len(kinds) == 1
