@@ -200,7 +200,7 @@ class Case:
 
 
 def _parts(transform: Transform, tensor: Tensor | None) -> Sequence[Tensor]:
-    """Split a tensor of 3 rows or more for a transform of a group; else return it alone."""
+    """Split a tensor of 3 rows or more for a group, unless a need belongs to the whole tensor."""
     assert tensor is not None
     is_split = transform.scope == "group" and transform.needs <= {"value", "gradient", "skip"}
     rows = len(tensor) if tensor.ndim and is_split else 0
