@@ -183,12 +183,12 @@ def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
     The results are computed one at a time, unless all gradients are small.
     """
     is_small = factors.numel() == 1 and 0 < sum(grad.numel() for grad in grads) <= SMALL
-    kinds = {(grad.dtype, grad.device) for grad in (factors, *grads)}
-    if is_small and len(kinds) == 1 and not autograd.in_functorch():
+    alike = len({(grad.dtype, grad.device) for grad in (factors, *grads)}) == 1
+    # PyTorch cannot differentiate `_foreach_mul` of several tensors by the factor.
+    if is_small and alike and not (factors.requires_grad or autograd.in_functorch()):
         yield from autograd.foreach_mul(list(grads), factors.reshape(()))
         return
-    own, alike = factors.expand(len(grads)).unbind(), len(kinds) == 1
-    for grad, factor in zip(grads, own, strict=True):
+    for grad, factor in zip(grads, factors.expand(len(grads)).unbind(), strict=True):
         # If dtypes and devices are alike, the conversions of `multiplied` would change nothing.
         yield grad * factor if alike else multiplied(grad, factor.to(grad.device))
 

@@ -32,6 +32,8 @@ from gradsurg.transforms.base import (
     TransformProperty,
     TransformState,
     as_transform,
+    init_all,
+    update_all,
 )
 from gradsurg.transforms.layer_calls import LayerCall
 
@@ -57,9 +59,10 @@ def check_transform(
 ) -> Table:
     """Test a transform, or a plain function of one gradient, on `count` random gradients.
 
-    Each property in `TransformProperty` is tested. The rules require a finite result of the same
-    shape and dtype, no modification of the inputs, no synchronization with the device, independence
-    of the global random generator, and more: the keys of `RULES`.
+    Each property in `TransformProperty` is tested; a transform with the scope `group` gets the
+    parts of each gradient as a group. The rules require a finite result of the same shape and
+    dtype, no modification of the inputs, no synchronization with the device, independence of the
+    global random generator, and more: the keys of `RULES`.
 
     `declared` replaces the properties that the transform declares. `shapes` are the shapes that
     it supports. Set `drops_nan` for a transform that is meant to remove NaN. Raises AssertionError,
@@ -182,30 +185,43 @@ class Case:
 
     def state(self, transform: Transform) -> TransformState:
         """Return the state after the gradient `past`, which came `num_past` times."""
-        state = transform.init(self.past)
+        state = init_all(transform, _parts(transform, self.past))
         for _ in range(self.num_past if state else 0):
-            _, state = transform.update(self.past, state, self.past_context)
+            _, state = _updated(transform, self.past, state, self.past_context)
         return state
 
     def function(self, transform: Transform) -> Callable[[Tensor], Tensor]:
         """Return the transform as a function of g, with the state after `past`."""
         state = self.state(transform)
-        return lambda grad: _result(transform, grad, state, self.context)
+        return lambda grad: _updated(transform, grad, state, self.context)[0]
 
     def __str__(self) -> str:
         return f"g = {printed(self.g)}"
 
 
-def _result(
+def _parts(transform: Transform, tensor: Tensor | None) -> Sequence[Tensor]:
+    """Split a tensor of 3 rows or more for a group, unless a need belongs to the whole tensor."""
+    assert tensor is not None
+    is_split = transform.scope == "group" and transform.needs <= {"value", "gradient", "skip"}
+    rows = len(tensor) if tensor.ndim and is_split else 0
+    return [tensor] if rows < 3 else tensor.split([1, rows // 3, rows - 1 - rows // 3])
+
+
+def _updated(
     transform: Transform, grad: Tensor, state: TransformState, context: TransformContext
-) -> Tensor:
-    """Return the new gradient; zero if it skips the step."""
+) -> tuple[Tensor, TransformState]:
+    """Return the new gradient, zero if it skips the step, and the new state."""
     if "examples" in transform.needs:
         context = replace(context, examples=_Examples(grad))
-    result, after = transform.update(grad, state, context)
+    grads, *others = (_parts(transform, one) for one in (grad, context.value, context.gradient))
+    contexts = [
+        replace(context, site=f"{context.site}{index or ''}", value=value, gradient=other)
+        for index, (value, other) in enumerate(zip(*others, strict=True))
+    ]
+    results, after = update_all(transform, grads, state, contexts)
     if "skip" in transform.needs and after[SKIPPED] > state[SKIPPED]:
-        return torch.zeros_like(grad)
-    return result
+        return torch.zeros_like(grad), after
+    return torch.cat([*results]) if len(grads) > 1 else next(iter(results)), after
 
 
 def _check_all(check: Callable[[Transform, Case], None], subject: Subject, count: int) -> None:
@@ -219,9 +235,8 @@ def _acts(subject: Subject, count: int) -> bool:
         with failures_at(""):
             for case in _cases(subject, count):
                 function = case.function(subject.transform)
-                for grad in (case.g, LARGE * case.g):
-                    if not torch.equal(function(grad), grad):
-                        return True
+                if any(not torch.equal(function(grad), grad) for grad in (case.g, LARGE * case.g)):
+                    return True
             return False
     except AssertionError:
         return True
@@ -304,7 +319,7 @@ def _unbiased(transform: Transform, case: Case) -> None:
     draws = 1 if "deterministic" in transform.properties else 400  # 1 where all are equal
     state = case.state(transform)
     contexts = [replace(case.context, seed=seed) for seed in range(draws)]
-    results = torch.stack([_result(transform, case.g, state, one) for one in contexts])
+    results = torch.stack([_updated(transform, case.g, state, one)[0] for one in contexts])
     mean = results.mean(dim=0)
     error = (results - mean).square().mean(dim=0).sqrt() / draws**0.5
     is_near = ((mean - case.g).abs() <= 6 * error + 1e-9 * case.g.abs()).all()
@@ -329,7 +344,7 @@ def _differentiable(transform: Transform, case: Case) -> None:
     def hooked(x: Tensor) -> Tensor:
         y = 2 * x
         context = context_with(y, case.context.step)
-        y.register_hook(lambda grad: _result(transform, grad, state, context))
+        y.register_hook(lambda grad: _updated(transform, grad, state, context)[0])
         return y
 
     right = torch.autograd.gradgradcheck(hooked, x, grad, fast_mode=True, raise_exception=False)

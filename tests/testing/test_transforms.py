@@ -1,13 +1,17 @@
 """check_transform: counterexamples of properties and violations of rules."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 import gradsurg as gs
+from gradsurg.plugins.fields import validated
 from gradsurg.testing import check_transform
 from gradsurg.testing.transforms import RULES
 from gradsurg.transforms.base import (
+    JointScaling,
     Stateless,
     Transform,
     TransformContext,
@@ -55,6 +59,21 @@ def test_a_transform_that_reads_the_task_is_not_linear() -> None:
 
     with pytest.raises(AssertionError, match="\n  linear: g = .* of another task: "):
         check_transform(Picky())
+
+
+def test_a_transform_of_a_group_that_is_the_identity_alone_has_its_properties_decided() -> None:
+    assert all(one.tested for one in check_transform(ToMedian()).verdicts)
+    with pytest.raises(AssertionError, match="\n  elementwise: g = .*\n  linear: g = .* 2 g - 3 h"):
+        check_transform(ToMedian(), declared=["elementwise", "linear"])
+
+
+@validated
+class ToMedian(JointScaling):
+    """Scale all gradients of a group by their median norm divided by the largest."""
+
+    def joint_factor(self, grads: Sequence[Tensor]) -> Tensor:
+        norms = torch.stack([grad.norm() for grad in grads])
+        return (norms.median() / norms.max()).nan_to_num(1.0)
 
 
 class Own(Stateless):
