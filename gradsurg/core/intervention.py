@@ -431,7 +431,7 @@ def is_trusted(transform: Transform) -> bool:
 
 
 LACKS: dict[Need, tuple[str, str]] = {
-    "value": ("the value whose gradient it gets", "Parameters, Outputs or Inputs"),
+    "value": ("the value of the tensor", "Parameters, Outputs or Inputs"),
     "entering": ("the gradient that enters the autograd node", "Nodes with side='leave'"),
     "layer": ("the module whose input has the gradient", "Inputs"),
     "gradient": ("the gradient from which the optimizer made an update", "Updates"),

@@ -172,5 +172,5 @@ def _missing_key(path: str, key: str, place: object) -> str:
         if isinstance(fields, Mapping) and key in fields:
             return f"did you mean transform.{name}.{path}? {absent}"
     is_field = 0 < depth == len(parts) - 1 and not similar(key, keys)
-    hint = f" '+{path}=...' adds it." if is_field else ""
+    hint = f" If the class has it, '+{path}=...' adds it." if is_field else ""
     return no_key(key, keys, "" if depth else "--help") + hint

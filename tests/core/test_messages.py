@@ -550,7 +550,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
             (attach(P("first.*", stage=stage), model=frozen), "frozen first.weight")
             for stage in ("accumulated", "backward_end")
         ),
-        (attach(M("first"), model=exported), "Nodes Parameters first last GraphModule"),
+        (attach(M("first"), model=exported), "Nodes Parameters first GraphModule"),
         (attach(gs.Inputs(types="Linear"), model=exported), "GraphModule"),
         *(
             (attach(at, model=exported), f"{type(at).__name__} exported")

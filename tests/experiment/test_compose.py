@@ -191,7 +191,7 @@ WRONG = (
     Wrong(
         "transform=clip site=captured",
         "site: no gradient passes at hidden.0.linear.weight, ",
-        "(not asked of autograd.grad, needs no gradient)",
+        "(not an input of autograd.grad, needs no gradient)",
     ),
     Wrong(
         "transform=clip when.start=500",
@@ -427,7 +427,7 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(
     assert command != first
     if path.stem == "captured":  # a user's own task or model may call autograd.grad, ours do not
         (told,) = faults(command)
-        assert told.endswith("(not asked of autograd.grad)")
+        assert told.endswith("(not an input of autograd.grad)")
         return
     # Data that the user has to get, a basis to compute, and the package of an extra may be missing.
     missing = re.compile(
