@@ -282,7 +282,8 @@ class Intervention:
                 try:
                     reduced_axes(per, params[site].ndim)
                 except ValueError as error:
-                    raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
+                    advice = f"as '{site}' is. Select with ndim=, or change the pattern"
+                    raise ValueError(f"{type(link).__name__}.{error}, {advice}") from None
 
     def _dense_part(self) -> Transform | Trigger | None:
         """The transform or trigger that refuses a sparse gradient, None if there is none."""

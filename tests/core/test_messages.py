@@ -431,7 +431,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
             for kind in ("full_backward_pre", "full_backward")
         ),
         (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), "'block' GrokfastEMA"),
-        (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias'"),
+        (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias' ndim="),
         *(
             (attach(at, gs.Clip(0.1), scaler=SCALER), "Clip scale stage='step'")
             for at in (P(), P(stage="accumulated"), M(), N("*"))

@@ -22,6 +22,8 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "transform=clip train.py",
             "write python -m gradsurg.script transform=clip -- train.py: the --",
         ),
+        ("train.py --x when=steps", "write python -m gradsurg.script when=steps -- train.py --x: "),
+        ("--list transform", "--list: python -m gradsurg.run --list"),
         (
             "transform=clip --",
             "write python -m gradsurg.script transform=clip -- SCRIPT.py: SCRIPT.py is",
