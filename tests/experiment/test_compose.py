@@ -137,6 +137,7 @@ WRONG = (
         "control: must be one of 'none', 'plain', 'norm_matched', 'update_norm_matched' "
         "or 'placebo', found",
     ),
+    Wrong("trigger=steps", "trigger: did you mean 'when'? There is no key 'trigger'."),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
     Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),
     Wrong("out=''", "out: must not be empty"),
