@@ -151,7 +151,7 @@ def _missing_key(path: str, key: str, place: object) -> str:
         beside = f" beside '{', '.join(keys)}'" if keys else ""
         alone = "; in a sweep give its field in a command of its own" if keys else ""
         return f"add {chosen}: '{key}' is not chosen{beside}{alone}"
-    if not keys:
+    if not keys and "_target_" not in place:
         return f"there is no key '{key}': {'.'.join(parts[:depth])} has no keys below"
     inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys
     above, below = ".".join([*parts[:depth], ""]), ".".join(parts[depth:])

@@ -164,8 +164,8 @@ WRONG = (
     ),
     Wrong(
         "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
-        "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
-        "There are: 0, 2.",
+        "site: Nodes: site 'hidden.0.linear#0/AddmmBackward[0]': edge= names an input that takes no",
+        "Edges that take one: 0, 2.",
     ),
     # which a step alone tells
     Wrong(
@@ -178,7 +178,7 @@ WRONG = (
     Wrong(
         "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
         "site.of.0.pattern: did you mean 'hidden.*'?",
-        "Nothing matches 'hiden.*'",
+        "Nothing matches 'hiden.*'.",
     ),
     Wrong(
         "transform=sign transform.clip.value=1",
@@ -209,12 +209,12 @@ WRONG = (
     ),
     Wrong(
         "transform=clip when=threshold when.source=value site=nodes",
-        "when.source: source 'value' is the tensor whose gradient passes, and Nodes has",
+        "when.source: use 'grad' or 'batch': 'value' is the tensor whose gradient passes, and No",
     ),
     # words
     Wrong("transform=dropout", "transform: did you mean 'random_mask'? There is no 'dropout'."),
     Wrong("transform=[clip,topk]", "transform: did you mean 'dgc' or 'mask'? There is no 'topk'."),
-    Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
+    Wrong("transform=[clip", "transform=[clip: a '[' is not closed"),
     Wrong(
         "site.pattern=*.weight,",
         "site.pattern=*.weight,: cannot be read: ",
@@ -255,7 +255,8 @@ WRONG = (
         "task: tests.theirs.Lost.load raised FileNotFoundError: points.csv (",
     ),
     Wrong(
-        "'+transform.b={value: 1}'", "transform.b: needs a name (one of gradsurg's) or a _target_"
+        "'+transform.b={value: 1}'",
+        "transform.b: needs a _target_, which is gradsurg.Clip or another",
     ),
     Wrong("~task", "task, optimizer: both are required"),
 )
