@@ -164,7 +164,7 @@ WRONG = (
     ),
     Wrong(
         "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
-        "site: Nodes: site 'hidden.0.linear#0/AddmmBackward[0]': edge= names an input that takes no",
+        "site: Nodes: site 'hidden.0.linear#0/AddmmBackward[0]': edge= names an input that takes ",
         "Edges that take one: 0, 2.",
     ),
     # which a step alone tells
@@ -256,7 +256,7 @@ WRONG = (
     ),
     Wrong(
         "'+transform.b={value: 1}'",
-        "transform.b: needs a _target_, which is gradsurg.Clip or another",
+        "transform.b: needs a _target_, which is gradsurg.Clip or",
     ),
     Wrong("~task", "task, optimizer: both are required"),
 )
