@@ -74,7 +74,7 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
         raise ValueError(f"{wrapped!r}: {lack(f'gs.hook at a {kind}', lacks[0])}")
     intervention = Intervention(wrapped)
     if intervention.scope == "group":
-        raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
+        raise ValueError(f"use gs.Surgery: {transform!r} needs several gradients, a hook has one")
     # A hook works within an attachment, which needs a model: this one is never called.
     attachment = Attachment(nn.Identity(), Effects(every=0))
     operation = Operation(attachment, intervention, labels_of(intervention))

@@ -282,7 +282,8 @@ class Intervention:
                 try:
                     reduced_axes(per, params[site].ndim)
                 except ValueError as error:
-                    raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
+                    advice = f"as '{site}' is. Select with ndim=, or change the pattern"
+                    raise ValueError(f"{type(link).__name__}.{error}, {advice}") from None
 
     def _dense_part(self) -> Transform | Trigger | None:
         """The transform or trigger that refuses a sparse gradient, None if there is none."""
@@ -431,7 +432,7 @@ def is_trusted(transform: Transform) -> bool:
 
 
 LACKS: dict[Need, tuple[str, str]] = {
-    "value": ("the value whose gradient it gets", "Parameters, Outputs or Inputs"),
+    "value": ("the value of the tensor", "Parameters, Outputs or Inputs"),
     "entering": ("the gradient that enters the autograd node", "Nodes with side='leave'"),
     "layer": ("the module whose input has the gradient", "Inputs"),
     "gradient": ("the gradient from which the optimizer made an update", "Updates"),

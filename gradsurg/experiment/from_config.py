@@ -204,11 +204,8 @@ def _combining(
     key = name_of(node) if is_own(node) else snake(type(aggregator).__name__)
     if task is not None and not isinstance(task, MultiTask):
         multi = [name for name in names("tasks") if issubclass(find("tasks", name), MultiTask)]
-        errors.add(
-            "aggregator",
-            f"{key} makes one gradient of those of several losses, and the task has one; tasks "
-            f"with several: {', '.join(multi)}",
-        )
+        text = f"choose task={' or '.join(multi)}: {key} needs several losses, the task has one"
+        errors.add("aggregator", text)
     with errors.at("shared"):
         if trigger is not None:
             check_trigger(trigger, key)

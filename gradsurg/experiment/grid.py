@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 RULE = (
-    "must be lr, or as optimizer.lr=log(1e-3,1,7): a key, and log(from,to,number), "
-    "lin(from,to,number) or a list [..]; several joined by ';'"
+    "must be lr, or KEY=log(from,to,number), KEY=lin(from,to,number) or KEY=[..], such as "
+    "optimizer.lr=log(1e-3,1,7); several are joined by ';'"
 )
 RATES = ("lr", "optimizer.lr")
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the config's rate: the values of `lr` alone

@@ -18,9 +18,11 @@ from gradsurg.experiment.compose import GROUPS, files_of, first_line
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import PLUG_INS
 from gradsurg.plugins.extras import how_to_install
-from gradsurg.plugins.messages import full_message, no_key, printable, similar, unknown
+from gradsurg.plugins.messages import full_message, printable, similar, unknown
 from gradsurg.plugins.registry import HYDRAS
 from hydra_plugins.gradsurg_dotted.dotted_source import LISTS
+
+MEANT = {"dir": "out", "epochs": "steps", "learning_rate": "lr", "trigger": "when"}  # keys
 
 RULES = (
     (r"Ambiguous value for argument '(logger=(.+))'", r"\1: write 'logger=[\2]', a list"),
@@ -149,7 +151,7 @@ def _missing_key(path: str, key: str, place: object) -> str:
         beside = f" beside '{', '.join(keys)}'" if keys else ""
         alone = "; in a sweep give its field in a command of its own" if keys else ""
         return f"add {chosen}: '{key}' is not chosen{beside}{alone}"
-    if not keys:
+    if not keys and "_target_" not in place:
         return f"there is no key '{key}': {'.'.join(parts[:depth])} has no keys below"
     inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys
     above, below = ".".join([*parts[:depth], ""]), ".".join(parts[depth:])
@@ -172,5 +174,6 @@ def _missing_key(path: str, key: str, place: object) -> str:
         if isinstance(fields, Mapping) and key in fields:
             return f"did you mean transform.{name}.{path}? {absent}"
     is_field = 0 < depth == len(parts) - 1 and not similar(key, keys)
-    hint = f" '+{path}=...' adds it." if is_field else ""
-    return no_key(key, keys, "" if depth else "--help") + hint
+    hint = f" If the class has it, '+{path}=...' adds it." if is_field else ""
+    meant = [] if depth or key not in MEANT else [MEANT[key]]
+    return unknown(f"there is no key '{key}'", key, keys, meant, "" if depth else "--help") + hint

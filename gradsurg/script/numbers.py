@@ -157,12 +157,8 @@ class Metric:
                 return cls(rest, better)
         known = direction(text)
         if known is None:
-            raise ConfigError(
-                [
-                    f"metric: whether more {text} is better is not known: write "
-                    f"metric=higher:{text} or metric=lower:{text}"
-                ]
-            )
+            write = f"write metric=higher:{text} or metric=lower:{text}"
+            raise ConfigError([f"metric: whether more {text} is better is not known: {write}"])
         return cls(text, known)
 
     @property

@@ -102,8 +102,10 @@ def parse(words: Sequence[str]) -> Command:
     """Check a command line. Raises ConfigError with all faults that are found at once."""
     if "--" not in words:
         begin = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
-        script = [*words[begin:]] or ["SCRIPT.py"]
-        raise ConfigError([f"write {_typed(words[:begin], script)}: the -- is missing"])
+        late = [word for word in words[begin:] if re.match(rf"({'|'.join(SURGERY)})[.=]", word)]
+        script = [word for word in words[begin:] if word not in late] or ["SCRIPT.py"]
+        missing = f"write {_typed([*words[:begin], *late], script)}: the -- is missing"
+        raise ConfigError([_fault(each) for each in words[:begin] if each == "--list"] or [missing])
     place = [*words].index("--")
     own, behind = [*words[:place]], [*words[place + 1 :]]
     if behind in ([], ["-m"]):
@@ -181,7 +183,7 @@ def _fault(word: str) -> str:
     key, equals, value = word.lstrip("+~").partition("=")
     group = key.partition(".")[0].partition("@")[0]
     if not equals:
-        return f"{word}: write KEY=VALUE, and the arguments of the script behind --"
+        return f"{word}: write KEY=VALUE, and the arguments of the script after --"
     if group == "aggregator":
         return f"aggregator: {value} cannot act in a script as it is: {BACKWARD}"
     if group.startswith("hydra"):
@@ -189,7 +191,7 @@ def _fault(word: str) -> str:
     if group in KNOWN:
         return ""
     if group in (*GROUPS, *Settings.__annotations__, "shared"):
-        return f"{key}: is the script's own. Give it behind --, spelt like in the script"
+        return f"{key}: is the script's own. Give it after --, spelt as in the script"
     return f"{key}: {no_key(group, KNOWN)}"
 
 

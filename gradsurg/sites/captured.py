@@ -25,7 +25,7 @@ from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need
 
-NOT_ASKED = "not asked of autograd.grad"
+NOT_ASKED = "not an input of autograd.grad"
 UNUSED = "what was differentiated does not depend on it"
 CHANGED = "it was changed in place since its module returned it"
 

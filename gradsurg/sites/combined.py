@@ -56,7 +56,7 @@ class Combined(Selector):
         for leaf in self.leaves:
             if leaf.stage is None and leaf.kind_at(None).name in staged:
                 name = type(leaf).__name__
-                text = f"give each of these {name} a stage, or none: {in_short(leaf)} has none"
+                text = f"give all or none of these {name} a stage: {in_short(leaf)} has none"
                 raise Contradiction("of", text)
         kinds = [{leaf.kind_at(None) for leaf in part.leaves} for part in self.of]
         if self.by == "all" and not set.intersection(*kinds):
@@ -137,7 +137,8 @@ class Combined(Selector):
         for part in self.of:
             part.check(things, memory)  # a part that matches nothing says so itself
         alone = "; ".join(shortened(sorted(name for _, name in memory.near[p])) for p in self.of)
-        text = f"nothing is selected by {in_short(self)}. Its parts by themselves: {alone}"
+        parts = ", ".join(map(in_short, self.of))
+        text = f"no site is in {self.by} of {parts}. Alone they select: {alone}"
         raise SelectionError(self, "by", text)
 
     def fits(self, place: Place, memory: Memory) -> bool:

@@ -83,7 +83,7 @@ class Steps:
         for hook in self.door.meet_all(places, self.door.steps.skip):
             params = params_at(hook)
             if hook.is_new and (missing := _missing(hook, holders)):
-                raise ValueError(f"pass the optimizer of {missing} as well, or narrow the pattern")
+                raise ValueError(f"optimizer: pass one for {missing} too, or narrow the pattern")
             held = (each for param in params for each in holders.get(param, ()))
             optimizers = [*dict.fromkeys(held)]
             is_group = hook.scope == "group" and len(optimizers) > 1

@@ -36,7 +36,7 @@ from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import Need
 from gradsurg.transforms.layer_calls import LayerCall
 
-NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
+NO_TENSOR = "takes no floating-point tensor"  # the reason recorded for a call that is skipped
 
 Arguments = tuple[Args, Keywords]
 
@@ -188,7 +188,7 @@ class _Watched(WatchedCalls):
                         )
         for copy, before, site in running.containers:
             if layout(copy) != before:
-                self._refuse(site, "wrote to a container that it took, and got a copy of it")
+                self._refuse(site, "changed a container among its inputs, of which it got a copy")
 
     def _refuse(self, site: str, fault: str) -> None:
         self.door.refuse("in-place write", self.kind, site, fault=fault)

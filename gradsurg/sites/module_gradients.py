@@ -108,7 +108,8 @@ class BackwardPasses:
             return []
         is_unseen = not direct.keys() & needing and self.kind.name == "ModuleGradients"
         if is_unseen and door.picking_at(base):
-            where = "a container in an argument" if self.on_inputs else f"a {type(output).__name__}"
+            inputs, kind = "a keyword argument or a container", type(output).__name__
+            where = inputs if self.on_inputs else f"a {kind}"
             door.refuse("nested tensors", self.kind, base.site, where=where)
         for path in tensors:
             if path not in needing or path not in direct:

@@ -29,8 +29,8 @@ OUTSIDE = -1
 """Stands for the number of a call made outside of the forward of the attached model."""
 
 TRACED = (
-    "torch.jit.trace has recorded the model, and traced code runs no hooks of modules and nodes: "
-    "train the model itself, or attach to the traced one at Parameters"
+    "train the model itself, or attach to the traced one at Parameters: code of torch.jit.trace "
+    "runs no hooks of modules and nodes"
 )
 
 
@@ -188,7 +188,7 @@ def nothing_matched(
 ) -> SelectionError:
     """Return the error for a selector whose `field` matches none of `names`, which it lists.
 
-    A known `reason`, a sentence, replaces the nearest name.
+    A known `reason`, a sentence, replaces the nearest name and the list.
     """
     choices = list(names)
     # The literal part of a glob such as 'hiden.*' is compared with the parts of the names.
@@ -201,8 +201,7 @@ def nothing_matched(
     offers = [pattern.replace(literal, part) for part in close] if literal != pattern else []
     offers = [offer for offer in offers if any(matches(name, offer) for name in choices)]
     if reason:
-        fault = f"nothing that is called matches '{pattern}'. {reason.removesuffix('.')}"
-        text = unknown(fault, "", choices)
+        text = f"nothing that is called matches '{pattern}'. {reason}"
     else:
         name = "" if pattern in choices else pattern
         text = unknown(f"nothing matches '{pattern}'", name, choices, offers[:1])

@@ -221,15 +221,13 @@ def _why_not_called(found: Sequence[Named], fitting: Sequence[Named]) -> str:
     """Return a sentence about modules that fit by name and are never called, or ""."""
     holders = [named.names[0] for named in fitting if type(named.thing) is nn.Module]
     if holders and any(matches_type(named.owners[0], "GraphModule") for named in found):
-        return (
-            f"Use Nodes or Parameters: in a GraphModule, which torch.export makes, '{holders[0]}' "
-            "only holds parameters and is not called."
-        )
+        text = "Use Nodes or Parameters: in the GraphModule of torch.export"
+        return f"{text} '{holders[0]}' only holds parameters."
     if not fitting or not all(is_container(named.owners[0]) for named in fitting):
         return ""
     (name, *_), module, _ = fitting[0]
     kind = type(module).__name__
-    return f"'{name}' is in the model and never called: {kind} has no forward of its own."
+    return f"Use '{name}.*': {kind} has no forward, so '{name}' itself is never called."
 
 
 def _depth(name: str, is_module: bool) -> int:

@@ -131,7 +131,7 @@ class OptimizerSteps:
         given = [unwrapped(each) for each in several]
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):
-            raise ValueError("optimizer: give each optimizer once, and as clock= one of them")
+            raise ValueError("optimizer: give each optimizer once, and clock= must be one of them")
         if self._steps:
             self.close()
         self.clock = counting

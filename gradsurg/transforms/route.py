@@ -77,7 +77,7 @@ class Route(Stateless):
         labels, parts = example_labels(self, context), len(self.groups)
         shape, where = list(grad.shape), f"at the site '{context.site}'"
         if grad.ndim < 2 or not -grad.ndim < self.axis < grad.ndim:
-            rule = f"needs a gradient with axes of examples and, axis {self.axis}, of units"
+            rule = f"needs axis 0 for examples and axis {self.axis} for units"
             raise FieldError(self, [("", f"{rule}, found the shape {shape} {where}")])
         if labels.shape != grad.shape[: labels.ndim] and len(grad) == labels.numel():
             labels = labels.flatten()

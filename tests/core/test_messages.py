@@ -431,7 +431,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
             for kind in ("full_backward_pre", "full_backward")
         ),
         (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), "'block' GrokfastEMA"),
-        (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias'"),
+        (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias' ndim="),
         *(
             (attach(at, gs.Clip(0.1), scaler=SCALER), "Clip scale stage='step'")
             for at in (P(), P(stage="accumulated"), M(), N("*"))
@@ -550,7 +550,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
             (attach(P("first.*", stage=stage), model=frozen), "frozen first.weight")
             for stage in ("accumulated", "backward_end")
         ),
-        (attach(M("first"), model=exported), "Nodes Parameters first last GraphModule"),
+        (attach(M("first"), model=exported), "Nodes Parameters first GraphModule"),
         (attach(gs.Inputs(types="Linear"), model=exported), "GraphModule"),
         *(
             (attach(at, model=exported), f"{type(at).__name__} exported")

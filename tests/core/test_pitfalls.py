@@ -469,4 +469,4 @@ def test_code_that_was_compiled_before_is_named_as_the_reason() -> None:
     assert "Was the model compiled" in OtherCode.reason(model, is_compiled=False, has_acted=False)
     model[0] = torch.compile(model[0], backend="eager")
     reason = OtherCode.reason(model, False, has_acted=True)
-    assert reason.startswith(". Compiled before attaching: '0'. Attach before the first compiled")
+    assert reason.startswith(". Compiled before attaching: '0'. Attach before its first call")

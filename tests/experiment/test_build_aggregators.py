@@ -92,7 +92,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             )
             for kind in ("placebo", "update_norm_matched")
         ],
-        (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
+        (["task=digits", "model=mlp"], ["aggregator: choose task=mnist_overlay or overlay or q"]),
         (["shared.engine=feature", "shared.features=relu", "accumulate=3"], [ONE_FORWARD]),
         (["shared.engine=feature", "shared.features=nope", "steps=0"], ["shared.features: there "]),
         (

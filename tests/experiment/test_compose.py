@@ -137,6 +137,7 @@ WRONG = (
         "control: must be one of 'none', 'plain', 'norm_matched', 'update_norm_matched' "
         "or 'placebo', found",
     ),
+    Wrong("trigger=steps", "trigger: did you mean 'when'? There is no key 'trigger'."),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
     Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),
     Wrong("out=''", "out: must not be empty"),
@@ -163,8 +164,8 @@ WRONG = (
     ),
     Wrong(
         "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
-        "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
-        "There are: 0, 2.",
+        "site: Nodes: site 'hidden.0.linear#0/AddmmBackward[0]': edge= names an input that takes ",
+        "Edges that take one: 0, 2.",
     ),
     # which a step alone tells
     Wrong(
@@ -177,7 +178,7 @@ WRONG = (
     Wrong(
         "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
         "site.of.0.pattern: did you mean 'hidden.*'?",
-        "Nothing matches 'hiden.*'",
+        "Nothing matches 'hiden.*'.",
     ),
     Wrong(
         "transform=sign transform.clip.value=1",
@@ -191,7 +192,7 @@ WRONG = (
     Wrong(
         "transform=clip site=captured",
         "site: no gradient passes at hidden.0.linear.weight, ",
-        "(not asked of autograd.grad, needs no gradient)",
+        "(not an input of autograd.grad, needs no gradient)",
     ),
     Wrong(
         "transform=clip when.start=500",
@@ -208,12 +209,12 @@ WRONG = (
     ),
     Wrong(
         "transform=clip when=threshold when.source=value site=nodes",
-        "when.source: source 'value' is the tensor whose gradient passes, and Nodes has",
+        "when.source: use 'grad' or 'batch': 'value' is the tensor whose gradient passes, and No",
     ),
     # words
     Wrong("transform=dropout", "transform: did you mean 'random_mask'? There is no 'dropout'."),
     Wrong("transform=[clip,topk]", "transform: did you mean 'dgc' or 'mask'? There is no 'topk'."),
-    Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
+    Wrong("transform=[clip", "transform=[clip: a '[' is not closed"),
     Wrong(
         "site.pattern=*.weight,",
         "site.pattern=*.weight,: cannot be read: ",
@@ -254,7 +255,8 @@ WRONG = (
         "task: tests.theirs.Lost.load raised FileNotFoundError: points.csv (",
     ),
     Wrong(
-        "'+transform.b={value: 1}'", "transform.b: needs a name (one of gradsurg's) or a _target_"
+        "'+transform.b={value: 1}'",
+        "transform.b: needs a _target_, which is gradsurg.Clip or",
     ),
     Wrong("~task", "task, optimizer: both are required"),
 )
@@ -427,7 +429,7 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(
     assert command != first
     if path.stem == "captured":  # a user's own task or model may call autograd.grad, ours do not
         (told,) = faults(command)
-        assert told.endswith("(not asked of autograd.grad)")
+        assert told.endswith("(not an input of autograd.grad)")
         return
     # Data that the user has to get, a basis to compute, and the package of an extra may be missing.
     missing = re.compile(

@@ -48,7 +48,7 @@ def test_several_keys_are_a_product() -> None:
 @pytest.mark.parametrize(
     ("word", "fault"),
     [
-        ("momentum", "must be lr, or as optimizer.lr=log(1e-3,1,7): a key, and log("),
+        ("momentum", "must be lr, or KEY=log(from,to,number), KEY=lin("),
         ("lr; optimizer.lr", "has lr twice"),
         ("lr optimizer.lr=null", "lr: the optimizer's config has no rate to try others around"),
         ("lr=log(1,0.1,3)", "log(1,0.1,3): needs (from,to,number) with 0 < from < to and 2 values"),

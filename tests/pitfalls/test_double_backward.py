@@ -66,13 +66,13 @@ def test_p33_a_transform_that_is_not_differentiable_refuses_a_graph(name: str) -
     with gs.Surgery(gs.Intervention(transform, at=at)).attach(model, optimizer):
         if "examples" not in transform.needs:  # those of `backward`
             step(model, optimizer, create_graph=False)
-        with pytest.raises(RuntimeError, match=": use no create_graph=True: .* gradient at '"):
+        with pytest.raises(RuntimeError, match=": use no create_graph=True: .* at '"):
             step(model, optimizer, create_graph=True)
 
 
 def test_p33_a_graph_is_refused_where_the_gradient_itself_has_none() -> None:
     weight = nn.Parameter(torch.tensor([2.0]))
-    refused = pytest.raises(RuntimeError, match=": use no create_graph=True: ")
+    refused = pytest.raises(RuntimeError, match=": use no create_graph=True")
     with gs.hook(weight, gs.AddDecayed(0.5)), refused:
         torch.autograd.grad((3 * weight).sum(), weight, create_graph=True)
 

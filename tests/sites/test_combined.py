@@ -233,7 +233,7 @@ def test_tensors_without_a_gradient_do_not_count() -> None:
 
 
 def test_a_union_provides_what_all_of_its_parts_do_and_an_intersection_what_any_does() -> None:
-    with pytest.raises(ValueError, match="needs the value whose gradient it gets"):
+    with pytest.raises(ValueError, match="needs the value of the tensor"):
         gs.Intervention(gs.ScaleBySign(of="value"), M("act") | N("Relu"))
     gs.Intervention(gs.ScaleBySign(of="value"), M("act") | P())
     both = (M("act") | N("Relu")) & M("*")

@@ -34,6 +34,6 @@ class FunctionalGradients(Pitfall):
         ),
         Cell("vmap", "*").refused(
             "{transform} keeps one state for each site, and vmap or is_grads_batched computes "
-            "many gradients of it at once. Differentiate for each of them."
+            "many gradients of it at once. Compute them one by one."
         ),
     )

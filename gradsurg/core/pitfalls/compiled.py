@@ -6,7 +6,7 @@ from gradsurg.core.pitfalls.base import MODULES, Cell, Pitfall
 from gradsurg.plugins.messages import shortened
 from gradsurg.torch_internals import compiling
 
-_BEFORE = "Attach before the first compiled call, or call torch.compiler.reset() in the block"
+_BEFORE = "Attach before its first call, or call torch.compiler.reset() in the block"
 _AS_ONE_NODE = "compiled code runs as one node. Use Outputs."
 
 
@@ -63,4 +63,4 @@ class OtherCode(Pitfall):
             return ""
         if inside := shortened(f"'{name.replace('._orig_mod', '')}'" for name in wrappers):
             return f". Compiled before attaching: {inside}. {_BEFORE}"
-        return f". Was the model compiled before attaching? {_BEFORE}"
+        return f". Was the model compiled? {_BEFORE}"

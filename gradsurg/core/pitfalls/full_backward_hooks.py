@@ -34,7 +34,7 @@ class FullBackwardHooks(Pitfall):
             "full hooks. Use Outputs or Inputs."
         ),
         Cell("nested tensors", "ModuleGradients EveryModule").refused(
-            "a full backward hook sees tensors and tuples of tensors, and the tensors here are "
+            "a full backward hook sees tensors and tuples of tensors only, and here they are "
             "in {where}. Use Outputs or Inputs."
         ),
         Cell("in-place consumer", FULL_HOOKS).refused(

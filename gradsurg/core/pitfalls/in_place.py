@@ -20,12 +20,12 @@ class WrittenTensor(Pitfall):
 
     cells = (
         Cell("in-place write", "Outputs").refused(
-            "the module {fault}: its output is its input, with the same gradient. "
+            "the module {fault}, so its output has the gradient of its input. "
             "Use Outputs of the module before."
         ),
         Cell("in-place write", "Inputs").refused(
-            "the module {fault}: a hook would get no gradient, or only a part of it. "
-            "Use Outputs of the module before, or path='total', if the tensor is not a view."
+            "the module {fault}, so a hook would get no gradient or a part of it. "
+            "Use Outputs of the module before, or path='total' unless the tensor is a view."
         ),
         Cell("in-place consumer", "Inputs.branch").refused(
             "the module wrote to its input in place, so that path='branch' has no gradient. "

@@ -27,7 +27,7 @@ class OnePair(Pitfall):
             "have only one. Use SavedTensors('<module>') without node=."
         ),
         Cell("stateful transform", "SavedTensors", ValueError).refused(
-            "the site has many tensors, and {what} keeps one state for them. "
+            "{what} keeps one state, and the site has many tensors. "
             "Use SavedTensors('<module>'), with or without node=."
         ),
         Cell("nested modules", "SavedTensors").refused(
