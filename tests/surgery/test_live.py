@@ -233,7 +233,7 @@ def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
         before = num_hooks(model), live.interventions, live.labels, list(live.ledger)
         wrong = gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when)
         live.bind(other)
-        with pytest.raises(ValueError, match="pass the optimizer of last.weight"):
+        with pytest.raises(ValueError, match="pass one for last.weight, last.bias"):
             live.add(wrong)
         live.bind(optimizer)
         assert (num_hooks(model), live.interventions, live.labels, list(live.ledger)) == before
