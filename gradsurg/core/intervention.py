@@ -435,7 +435,7 @@ LACKS: dict[Need, tuple[str, str]] = {
     "value": ("the value of the tensor", "Parameters, Outputs or Inputs"),
     "entering": ("the gradient that enters the autograd node", "Nodes with side='leave'"),
     "layer": ("the module whose input has the gradient", "Inputs"),
-    "gradient": ("the gradient from which the optimizer made an update", "Updates"),
+    "gradient": ("the gradient that the optimizer used", "Updates"),
     "product": (
         "the gradient of the input of a matrix product",
         "Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0",

@@ -138,7 +138,7 @@ class Combined(Selector):
             part.check(things, memory)  # a part that matches nothing says so itself
         alone = "; ".join(shortened(sorted(name for _, name in memory.near[p])) for p in self.of)
         parts = ", ".join(map(in_short, self.of))
-        text = f"no site is in {self.by} of {parts}. Alone they select: {alone}"
+        text = f"no site is in {self.by} of {parts}. Each selects: {alone}"
         raise SelectionError(self, "by", text)
 
     def fits(self, place: Place, memory: Memory) -> bool:

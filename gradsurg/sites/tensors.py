@@ -113,7 +113,7 @@ def unwritten(
 
     def check() -> None:
         if autograd.version_of(returned) != version:
-            fault = "returned its input, which was then written to in place"
+            fault = "returned its input, which was then written to"
             door.refuse("in-place write", kind, site, fault=fault)
 
     return check

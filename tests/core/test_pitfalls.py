@@ -318,11 +318,11 @@ HEAD = gs.Parameters("first.*", stage="backward")
         (HEAD, _thaw, ""),
         (OUTPUTS, lambda model: setattr(model, "last", nn.Linear(5, 3)), "modules .*: last\\."),
         (OUTPUTS, lambda model: setattr(model, "other", nn.Linear(5, 3)), ""),
-        (gs.Nodes("Relu"), lambda model: model.append(nn.ReLU()), "hooks of their own: 3\\."),
+        (gs.Nodes("Relu"), lambda model: model.append(nn.ReLU()), "have no hooks: 3\\."),
         (
             PARAMETERS,
             _shard,
-            "unfrozen in .* own, for example after fully_shard: first.weight, ",
+            "unfrozen in .* no hooks, for example after fully_shard: first.weight, ",
         ),
     ],
 )

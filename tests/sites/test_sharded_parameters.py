@@ -192,4 +192,4 @@ def test_what_does_not_act_on_parts_is_told() -> None:
     assert "those of sharded parameters were gathered" in found["gathered"]
     assert "resume with 3 processes" in found["resumed"]
     assert "found 2 processes" in found["resumed"]
-    assert "have no hooks of their own, for example after fully_shard: 0.weight" in found["late"]
+    assert "have no hooks, for example after fully_shard: 0.weight" in found["late"]

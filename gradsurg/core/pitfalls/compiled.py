@@ -41,7 +41,7 @@ class OtherCode(Pitfall):
             f"compiled code ignores hooks that are registered later. {_BEFORE}."
         ),
         Cell("torch.export", "Nodes Uses Captured SavedTensors", LookupError).refused(
-            "an exported model calls no modules. Attach before torch.export, or use Parameters, "
+            "exported models call no modules. Attach before torch.export, or use Parameters, "
             "Outputs('root'), SavedTensors('block') or Nodes without module=."
         ),
         Cell("TorchScript", f"{MODULES} SavedTensors Nodes Uses Captured", ValueError).refused(

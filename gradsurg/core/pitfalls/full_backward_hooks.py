@@ -34,8 +34,7 @@ class FullBackwardHooks(Pitfall):
             "full hooks. Use Outputs or Inputs."
         ),
         Cell("nested tensors", "ModuleGradients EveryModule").refused(
-            "a full backward hook sees tensors and tuples of tensors only, and here they are "
-            "in {where}. Use Outputs or Inputs."
+            "PyTorch's full backward hooks see no tensors in {where}. Use Outputs or Inputs."
         ),
         Cell("in-place consumer", FULL_HOOKS).refused(
             "PyTorch allows no in-place change of a tensor with a full backward hook. "

@@ -24,8 +24,8 @@ class WrittenTensor(Pitfall):
             "Use Outputs of the module before."
         ),
         Cell("in-place write", "Inputs").refused(
-            "the module {fault}, so a hook would get no gradient or a part of it. "
-            "Use Outputs of the module before, or path='total' unless the tensor is a view."
+            "the module {fault}, so a hook would miss some or all of the gradient. "
+            "Use Outputs of the module before, or path='total' if it is no view."
         ),
         Cell("in-place consumer", "Inputs.branch").refused(
             "the module wrote to its input in place, so that path='branch' has no gradient. "

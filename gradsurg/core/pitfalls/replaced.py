@@ -51,8 +51,8 @@ class Replaced(Pitfall):
             "Use Outputs or Inputs."
         ),
         Cell("modules or parameters are replaced", "*").warned(
-            "{change} in the block and have no hooks of their own{also}: {names}. "
-            "Attach after the change, or use live.remove and live.add."
+            "{change} in the block and have no hooks{also}: {names}. "
+            "Attach after that, or use live.remove and live.add."
         ),
     )
 
@@ -161,8 +161,7 @@ class Parametrized(Pitfall):
 
     cells = (
         Cell("parametrized", PARAMETERS).warned(
-            "'{name}' is not selected: it is parametrized, so its parameters have other names. "
-            "Select {parameters}"
+            "'{name}' is not selected: it is parametrized. Select {parameters}"
         ),
     )
 

@@ -23,11 +23,11 @@ class OnePair(Pitfall):
 
     cells = (
         Cell("other saved-tensor hooks", "SavedTensors").refused(
-            "the node has a pair of saved-tensor hooks already, such as a checkpoint's, and can "
-            "have only one. Use SavedTensors('<module>') without node=."
+            "the node has saved-tensor hooks, such as a checkpoint's. "
+            "Use SavedTensors('<module>') without node=."
         ),
         Cell("stateful transform", "SavedTensors", ValueError).refused(
-            "{what} keeps one state, and the site has many tensors. "
+            "{what} keeps one state for many tensors. "
             "Use SavedTensors('<module>'), with or without node=."
         ),
         Cell("nested modules", "SavedTensors").refused(
