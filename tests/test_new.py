@@ -99,6 +99,7 @@ def test_the_tests_that_name_a_class_are_found() -> None:
     assert functions_that_name("Adaptive", folder) == {}
 
 
+@pytest.mark.slow  # the quick tests run without ruff
 def test_ruff_checks_all_files_that_git_has_as_changed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
