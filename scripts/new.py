@@ -66,7 +66,7 @@ CHANGELOG.md | ### Gone | a line above this heading, such as '- **Its name.** Wh
 TRANSFORM = Kind(
     "transforms",
     "gradient_reversal",
-    ("tests/transforms/test_rows.py", "tests/transforms/test_rules.py"),
+    tuple(f"tests/transforms/test_{name}.py" for name in ("rows", "rules", "properties")),
     """tests/transforms/test_properties.py | OTHERS | only if other values matter: instances
 tests/transforms/table.py | DROP_NAN | only if a single NaN goes or moves: its name
 tests/transforms/cases.py | SHAPES_OF | only if it refuses some shapes: the others
@@ -290,7 +290,7 @@ def tests(kind: Kind, name: str) -> str:
     cls = entry_of(kind, name).fields["_target_"].rpartition(".")[2]
     others = functions_that_name(cls, ROOT / "tests" / kind.folder)
     named = (f"[{name}]", f"[{name}-", f"-{name}-", f"-{name}]")
-    chosen = " or ".join([*named, "every_config_has_a_row", "its_class_and", *others])
+    chosen = " or ".join([*named, cls, "every_config_has_a_row", "its_class_and", *others])
     marks = "one_in or not slow and not full"
     files = (*kind.tests, "tests/experiment/test_completeness.py", *others.values())
     paths = dict.fromkeys(str(ROOT / file) for file in files)
