@@ -40,7 +40,7 @@ class Surgery:
                 found = f"found a {type(item).__name__} of them"
                 raise TypeError(f"write Surgery(*interventions): it takes Interventions, {found}")
             if not isinstance(item, Intervention):
-                raise TypeError(f"write gs.Intervention(transform, at), found {item!r}")
+                raise TypeError(f"Surgery: write gs.Intervention(transform, at), found {item!r}")
         # Aggregators combine the gradients that the transforms return, so they come last; the sort
         # is stable.
         self._interventions = tuple(

@@ -17,6 +17,7 @@ ACCEPTED: dict[str, str] = {
     "SharedParameters |*differs by up to *e-09": ROUNDING,
     "SharedParameters |*differs by up to *e-10": ROUNDING,
     "SharedParameters |*: rows: conflicts */cosine/*": ROUNDING,
+    "SharedParameters |*: rows: conflicts */decrease/*": ROUNDING,
     "runs feature: *others sdmgrad *": f"its iteration amplifies the rounding: {ROUNDING}",
     "*: warnings: was at lin_a.weight, now at lin_*": (
         "a warning of accumulation names the place whose second gradient comes first"

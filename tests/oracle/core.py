@@ -18,7 +18,7 @@ from tests.oracle.core_outcome import Outcome
 from tests.oracle.core_states import OTHERS, OWN
 
 TOLERANCE = 1e-6  # of numbers; weights, states and gradients are equal bit for bit
-SHOWN = 60  # lines of differences
+SHOWN = 60
 
 Outcomes = dict[str, tuple[str, str, Outcome]]
 """By the key of the cell: its row and column in the table, and its outcome."""
@@ -105,9 +105,20 @@ def differences(key: str, old: Outcomes, new: Outcomes) -> Iterator[str]:
         yield f"{key}: refused: {said[0]}, now {said[1]}"
         return
     for name in ("weights", "states", "rows", "notes", "warnings"):
-        found = _first_difference(getattr(before, name), getattr(after, name))
+        pair = getattr(before, name), getattr(after, name)
+        found = _first_difference(*(_as_short(*pair) if name == "warnings" else pair))
         if found:
             yield f"{key}: {name}: {found}"
+
+
+def _as_short(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:
+    """The warnings with the names that those of the working tree have, which shorten lists."""
+    short = []
+    for one, later in zip(before, after, strict=False):
+        named = set(later.removeprefix("at ").split(", ")) - {"..."}
+        is_short = later.endswith(", ...") and named <= set(one.removeprefix("at ").split(", "))
+        short.append(later if is_short else one)
+    return [*short, *before[len(short) :]], after
 
 
 def _first_difference(before: object, after: object) -> str:

@@ -104,7 +104,7 @@ class Observed:
         tokens = [token.strip("'\"()[],.;:") for token in re.split(r"[\s,=]+", text)]
         names = {name for name in self._names if "_" in name or "." in name or "#" in name}
         found = (token for token in tokens if token in names or token.split("#")[0] in names)
-        return ", ".join(sorted(set(found)))
+        return ", ".join([*sorted(set(found)), *(["..."] * ("... and " in text))])
 
 
 def whole(tensor: Tensor) -> Tensor:
