@@ -389,6 +389,8 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
     # attributes. It runs for each gradient, so the path of `fast_args` is written out in it.
     attachment = hooks[0].operation.attachment
     clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
+    # The attachment's own list: it is empty once no pitfall listens any more.
+    listeners = attachment.listeners["further_gradient"]
 
     def call(
         grad: Tensor | None,
@@ -416,7 +418,8 @@ def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
                     context.step, context.call = clock.step, 0
                 else:
                     context.call += 1
-                    operation.attachment.tell("further_gradient", hook, context.call)
+                    if listeners:
+                        operation.attachment.tell("further_gradient", hook, context.call)
                 try:
                     changed = apply(result, context)
                 except Exception as error:  # raised again, with the site
